@@ -1,0 +1,86 @@
+"""The values that pass between scheduler, runner and loop. A plan says what a step computes; it holds no tensors.
+
+    plan = scheduler.schedule()         decide
+    in_flight = runner.launch(plan)     launch
+    scheduler.commit(plan, in_flight.wait())   commit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine_core.request import Request
+from ipc.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """Positions [start, start + count) of one request."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool  # the last position is the request's newest token, so this step samples the next one
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    rows: tuple[ScheduledRow, ...]
+    preempted: tuple[Request, ...] = ()  # lost their blocks and slot before this step
+    num_tokens: int = 0  # sum of row counts
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What the device sampled, aligned with the rows of the plan that have `samples` set, in their order."""
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> value
+    failed: dict[int, str] = field(default_factory=dict)  # index into token_ids -> reason (NaN logits)
+    # request id -> values of the prompt positions this step computed, in order. The value at position p is that of
+    # the token at p + 1.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class InFlight(Protocol):
+    def wait(self) -> StepTokens:
+        """Block until the step's tokens are on the host."""
+        ...
+
+
+class Runner(Protocol):
+    """Turns plans into device work. Reads requests, never changes them."""
+
+    def launch(self, plan: StepPlan) -> InFlight: ...
+
+    def release(self, request: Request) -> None:
+        """The request's slot is about to be reused: forget its sampling state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine learns by loading a model; sent to the others in Ready."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+    architecture: str
+    device: str
+    dtype: str
+    weights: str
+    attention: str
+    kv_bytes_per_token: int
+    seconds: dict[str, float] = field(default_factory=dict)  # start-up phase -> seconds
+
+
+# Called with a phase ("loading weights") and a fraction done, or None where it cannot be measured.
+ProgressCallback = Callable[[str, float | None], None]

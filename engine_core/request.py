@@ -1,0 +1,70 @@
+"""One request inside the engine: its tokens, its blocks, how far it has been computed. Knows nothing of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ipc.messages import PromptLogprobs
+from ipc.sampling import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"  # not holding KV (new, or preempted)
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Token positions of one request:
+
+        0 ........ num_computed_tokens ........ num_tokens ......... max_tokens end
+        | KV is in the pool, or will be when    | to be computed     |
+        | the steps in flight are done          |                    |
+
+    `output_ids` holds committed tokens. A step that has been launched but not committed adds one *pending* token whose
+    id only the device knows; it counts in `num_tokens`, so the next step can be planned before its id arrives.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    frontend: int = 0
+    priority: int = 0
+    arrival: int = 0  # CLOCK_MONOTONIC ns
+    cache_salt: str = ""
+    text: bytes = b""  # opaque, handed to the detokenizer with the first token
+
+    status: Status = Status.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    num_pending: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at the first admission
+    block_ids: list[int] = field(default_factory=list)  # the block table
+    slot: int = -1  # row of per-request device state while running, in [0, max_num_seqs)
+    first_scheduled: int = 0  # CLOCK_MONOTONIC ns, 0: never
+    seed: int = 0  # the request's own, or one the engine drew
+    prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_ids) + self.num_pending
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+
+    def known_ids(self, start: int, stop: int) -> list[int]:
+        """Committed token ids of positions [start, stop), prompt and output together."""
+        prompt = self.prompt_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        if start >= len(prompt):
+            return self.output_ids[start - len(prompt) : stop - len(prompt)]
+        return prompt[start:] + self.output_ids[: stop - len(prompt)]
