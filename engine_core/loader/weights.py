@@ -1,0 +1,77 @@
+"""What a checkpoint hands to the layers: a dense tensor, or a matrix still in the file's own quantized blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize as gguf_dequantize
+
+UInt8Array = npt.NDArray[np.uint8]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A matrix [rows, columns] in GGML blocks. Blocks run along the columns, so rows can be moved and joined freely.
+
+    `data` is uint8 [rows, row_bytes]; it may be a read-only view of the memory-mapped file.
+    """
+
+    ggml_type: GGMLQuantizationType
+    shape: tuple[int, int]
+    data: UInt8Array
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        block, size = GGML_QUANT_SIZES[self.ggml_type]
+        expected = (rows, columns // block * size)
+        if columns % block or self.data.shape != expected or self.data.dtype != np.uint8:
+            raise ValueError(
+                f"{self.ggml_type.name} of shape {self.shape} needs uint8 data of shape {expected}, "
+                f"got {self.data.dtype} {self.data.shape}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
+
+    def dequantize(self) -> Float32Array:
+        """The values, float32 [rows, columns]."""
+        values: Float32Array = gguf_dequantize(self.data, self.ggml_type)
+        return values
+
+    def take_rows(self, index: npt.NDArray[np.integer[Any]] | slice) -> QuantizedWeight:
+        """The rows `index`, in that order, still quantized."""
+        data = self.data[index]
+        return QuantizedWeight(self.ggml_type, (data.shape[0], self.shape[1]), data)
+
+
+Weight = torch.Tensor | QuantizedWeight
+
+
+def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One matrix with the parts below one another (fused QKV, gate/up), or None if their block types differ."""
+    first = parts[0]
+    if any(part.ggml_type != first.ggml_type or part.shape[1] != first.shape[1] for part in parts):
+        return None
+    rows = sum(part.shape[0] for part in parts)
+    data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
+    return QuantizedWeight(first.ggml_type, (rows, first.shape[1]), data)
+
+
+def dense(parts: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The parts below one another as one dense tensor [sum of rows, columns]."""
+    rows = sum(part.shape[0] for part in parts)
+    out = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=device)
+    start = 0
+    for part in parts:
+        values = part if isinstance(part, torch.Tensor) else torch.from_numpy(part.dequantize())
+        out[start : start + part.shape[0]].copy_(values)
+        start += part.shape[0]
+    return out
