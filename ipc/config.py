@@ -5,9 +5,18 @@ A process is started as `python -m <module> <path>`, where the file holds its st
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
+
+
+def option(group: str, text: str) -> Meta:
+    """Mark a field as the user's to set: flags, environment variables, TOML keys and their help are made from it."""
+    return Meta(description=text, extra={"group": group})
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,27 +33,50 @@ class Endpoints(Config, frozen=True):
     frontends: tuple[str, ...]
 
 
-class EngineConfig(Config, frozen=True):
+class EngineOptions(Config, frozen=True):
+    """The settings of the engine that do not depend on which model it runs."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("Model", "where to run")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], option("Model", "type of activations and KV cache")
+    ] = "auto"
+    # "auto" keeps a GGUF's own precision in int8 blocks; "none" is exact in `dtype`.
+    weights: Annotated[
+        Literal["auto", "none", "int8"], option("Model", "how the CPU holds weights; none: exact in dtype")
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "attention implementation")
+    ] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], option("Model", "dummy: random weights, to measure")] = "auto"
+    max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer in tokens [the model's]")] = None
+    max_num_seqs: Annotated[Positive, option("Memory & scheduling", "most requests in one step")] = 256
+    max_num_batched_tokens: Annotated[Positive, option("Memory & scheduling", "most tokens in one step")] = 2048
+    block_size: Annotated[
+        int, Meta(ge=1, le=1024), option("Memory & scheduling", "tokens in one block of the KV cache")
+    ] = 16
+    kv_tokens: Annotated[
+        Positive | None, option("Memory & scheduling", "size of the KV cache in tokens [from free memory]")
+    ] = None
+    gpu_memory_utilization: Annotated[Fraction, option("Memory & scheduling", "share of the GPU's memory to use")] = 0.9
+    cpu_memory_utilization: Annotated[
+        Fraction, option("Memory & scheduling", "share of free memory for the KV cache, on the CPU")
+    ] = 0.25
+    enable_prefix_caching: Annotated[bool, option("Memory & scheduling", "reuse the KV of shared prefixes")] = True
+    policy: Annotated[
+        Literal["fcfs", "priority"], option("Memory & scheduling", "which waiting request runs first")
+    ] = "fcfs"
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None, option("Memory & scheduling", "CPU threads [physical cores]")
+    ] = None
+    seed: Annotated[
+        int, Meta(ge=0, le=2**63 - 1), option("Memory & scheduling", "seed of requests that bring none")
+    ] = 0
+
+
+class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     """What `engine_core` needs to load a model and run steps; also the settings of the library's `LLM`."""
 
     model: str  # a .gguf file or a directory with config.json and safetensors
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # How weights are held on the CPU. "auto" keeps a GGUF's own precision in int8 blocks; "none" is exact in `dtype`.
-    weights: Literal["auto", "none", "int8"] = "auto"
-    attention: Literal["auto", "torch", "cpu", "triton", "flash_attn"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    max_model_len: int | None = None  # tokens; None: the model's own
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16  # tokens per KV block
-    kv_tokens: int | None = None  # size of the KV pool; None: from free memory
-    gpu_memory_utilization: float = 0.9
-    cpu_memory_utilization: float = 0.25  # of available memory, for the KV pool when kv_tokens is None
-    enable_prefix_caching: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    threads: int | None = None  # CPU threads; None: one per physical core
-    seed: int = 0
 
 
 class EngineProcessConfig(Config, frozen=True):
@@ -52,11 +84,16 @@ class EngineProcessConfig(Config, frozen=True):
     endpoints: Endpoints
 
 
-class TokenizerProcessConfig(Config, frozen=True):
+class TextOptions(Config, frozen=True):
+    """The settings of the text side."""
+
+    chat_template: Annotated[str | None, option("Model", "Jinja file to use instead of the model's template")] = None
+
+
+class TokenizerProcessConfig(TextOptions, frozen=True, kw_only=True):
     model: str
     endpoints: Endpoints
     run_dir: str  # where tokenizer.json is left for the detokenizer
-    chat_template: str | None = None  # path of a Jinja file that replaces the model's own
 
 
 class DetokenizerProcessConfig(Config, frozen=True):
@@ -64,13 +101,23 @@ class DetokenizerProcessConfig(Config, frozen=True):
     endpoints: Endpoints
 
 
-class FrontendProcessConfig(Config, frozen=True):
+class ServerOptions(Config, frozen=True):
+    """The settings of the HTTP server."""
+
+    host: Annotated[str, option("Server", "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), option("Server", "port to listen on; 0: any free one")] = 8000
+    served_model_name: Annotated[str, option("Server", "name in /v1/models [the model's]")] = ""
+    api_key: Annotated[str | None, option("Server", "key that clients must send [none]")] = None
+    # Above it: 503 with Retry-After.
+    max_queued_requests: Annotated[Positive, option("Server", "most unfinished requests; then 503")] = 4096
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1), option("Server", "largest request body; then 413")] = (
+        32 * 2**20
+    )
+    stream_buffer_bytes: Annotated[
+        int, Meta(ge=1024, le=2**31 - 1), option("Server", "unread bytes at which a slow client is dropped")
+    ] = 1 << 20
+
+
+class FrontendProcessConfig(ServerOptions, frozen=True, kw_only=True):
     index: int
     endpoints: Endpoints
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str = ""
-    api_key: str | None = None
-    max_queued_requests: int = 4096  # admitted and unfinished; above it: 503 with Retry-After
-    max_body_bytes: int = 32 * 2**20
-    stream_buffer_bytes: int = 1 << 20  # what one slow client may leave unread before it is dropped
