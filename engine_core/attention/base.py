@@ -1,0 +1,55 @@
+"""What the models ask of an attention implementation: write K and V into their slots, attend through block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine_core.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The shape of a model's attention, and of its KV pool."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens per KV block
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim) ** -0.5
+
+
+class Attention(Protocol):
+    """Owns the KV pool. A step is `prepare` once, then one call per layer, in order."""
+
+    name: str
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV pool, for `num_blocks` blocks. Its values are finite from the start."""
+        ...
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """What all layers of this step share (masks, index tensors)."""
+        ...
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Write K and V at `batch.slot_mapping`, then attend causally over each row's whole context.
+
+        q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], already rotated; they may be strided views
+        of one tensor. Returns [tokens, heads * head_dim].
+        """
+        ...

@@ -1,0 +1,125 @@
+"""Attention with torch's scaled_dot_product_attention: runs everywhere, and is what the kernels are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine_core.attention.base import AttentionSpec
+from engine_core.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Rows with one query token and contexts of similar length, attended together."""
+
+    tokens: torch.Tensor  # int64 [rows]: their indices in the batch
+    blocks: torch.Tensor  # int64 [rows * width]
+    mask: torch.Tensor  # bool [rows, 1, 1, width * block_size]
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillRow:
+    """One row with several query tokens."""
+
+    start: int
+    stop: int
+    context: int
+    blocks: torch.Tensor | None  # int64; None if the row holds its whole context
+    mask: torch.Tensor | None  # bool [query, context]
+
+
+class TorchAttention:
+    """KV pool [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+
+    name = "torch"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.cache = torch.empty(0)
+        self._decode: list[_DecodeGroup] = []
+        self._prefill: list[_PrefillRow] = []
+
+    def allocate(self, num_blocks: int) -> None:
+        s = self.spec
+        # Zeros, because masked positions are multiplied by 0 and must not be NaN.
+        shape = (s.num_layers, 2, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
+        self.cache = torch.zeros(shape, dtype=s.dtype, device=s.device)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        groups: dict[int, list[int]] = {}
+        self._prefill = []
+        for row in range(batch.num_rows):
+            if batch.query_lens[row] == 1:
+                width = -(-int(batch.context_lens[row]) // self.spec.block_size)
+                groups.setdefault(width.bit_length(), []).append(row)
+            else:
+                self._prefill.append(self._prefill_row(batch, row))
+        self._decode = [self._decode_group(batch, np.array(rows)) for rows in groups.values()]
+
+    def _decode_group(self, batch: ForwardBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _DecodeGroup:
+        contexts = torch.from_numpy(batch.context_lens[rows]).to(self.spec.device)
+        width = -(-int(batch.context_lens[rows].max()) // self.spec.block_size)
+        keys = torch.arange(width * self.spec.block_size, device=self.spec.device)
+        return _DecodeGroup(
+            tokens=torch.from_numpy(batch.query_starts[rows].astype(np.int64)).to(self.spec.device),
+            blocks=batch.block_tables[torch.from_numpy(rows), :width].long().flatten(),
+            mask=(keys < contexts[:, None])[:, None, None, :],
+        )
+
+    def _prefill_row(self, batch: ForwardBatch, row: int) -> _PrefillRow:
+        start, stop = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+        context, count = int(batch.context_lens[row]), stop - start
+        if count == context:
+            return _PrefillRow(start, stop, context, None, None)
+        width = -(-context // self.spec.block_size)
+        keys = torch.arange(context, device=self.spec.device)
+        mask = keys <= batch.positions[start:stop, None]
+        return _PrefillRow(start, stop, context, batch.block_tables[row, :width].long(), mask)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        keys, values = self.cache[layer]
+        keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
+        values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in self._decode:
+            out[group.tokens] = self._attend_decode(group, q, keys, values)
+        for row in self._prefill:
+            out[row.start : row.stop] = self._attend_prefill(row, q, k, v, keys, values)
+        return out.flatten(1)
+
+    def _attend_decode(
+        self, group: _DecodeGroup, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        rows = len(group.tokens)
+        k = keys.index_select(0, group.blocks).view(rows, -1, *keys.shape[2:]).transpose(1, 2)
+        v = values.index_select(0, group.blocks).view(rows, -1, *values.shape[2:]).transpose(1, 2)
+        query = q[group.tokens].unsqueeze(2)
+        out = scaled_dot_product_attention(query, k, v, group.mask, scale=self.spec.scale, enable_gqa=True)
+        return out.squeeze(2)
+
+    def _attend_prefill(
+        self,
+        row: _PrefillRow,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        if row.blocks is None:
+            k, v = k[row.start : row.stop], v[row.start : row.stop]
+        else:
+            k = keys.index_select(0, row.blocks).flatten(0, 1)[: row.context]
+            v = values.index_select(0, row.blocks).flatten(0, 1)[: row.context]
+        query, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q[row.start : row.stop], k, v))
+        causal = row.mask is None
+        out = scaled_dot_product_attention(
+            query, k, v, row.mask, is_causal=causal, scale=self.spec.scale, enable_gqa=True
+        )
+        return out.squeeze(0).transpose(0, 1)

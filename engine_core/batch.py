@@ -1,0 +1,89 @@
+"""A plan as tensors: what one forward pass reads. Made anew each step and passed explicitly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_core.plan import ScheduledRow, StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tokens of all rows one after the other: row i owns [query_starts[i], query_starts[i + 1]).
+
+    The tensors live on the model's device; the lists and arrays of row sizes stay on the host, where launches are
+    decided.
+    """
+
+    token_ids: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    slot_mapping: torch.Tensor  # int64 [tokens]: block * block_size + offset, where the token's K and V go
+    block_tables: torch.Tensor  # int32 [rows, widest table], padded with 0
+    query_starts: Int32Array  # [rows + 1]
+    query_lens: Int32Array  # [rows]: tokens computed in this step
+    context_lens: Int32Array  # [rows]: tokens in the KV pool once this step's are written
+    logits_rows: torch.Tensor  # int64 [sampling rows]: the token indices whose logits are needed to sample
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_starts[-1])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens)
+
+
+def make_batch(
+    plan: StepPlan, block_size: int, device: torch.device, pending: Sequence[int] | npt.NDArray[np.int64] = ()
+) -> ForwardBatch:
+    """The tensors of `plan`.
+
+    `pending[slot]` is the last id sampled for that slot: it stands in for a token that is not committed yet.
+    """
+    rows = plan.rows
+    counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
+    starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
+    query_starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    token_row = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(query_starts[-1], dtype=np.int64) + (starts - query_starts[:-1])[token_row]
+    context_lens = starts + counts
+    tables = _block_tables(rows, block_size)
+    slots = tables[token_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
+    return ForwardBatch(
+        token_ids=torch.tensor(_token_ids(rows, pending), dtype=torch.int64, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(slots).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        query_starts=query_starts,
+        query_lens=counts,
+        context_lens=context_lens,
+        logits_rows=torch.from_numpy((query_starts[1:] - 1)[samples].astype(np.int64)).to(device),
+    )
+
+
+def _token_ids(rows: Sequence[ScheduledRow], pending: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
+    ids: list[int] = []
+    for row in rows:
+        known = row.request.known_ids(row.start, row.stop)
+        ids += known
+        if len(known) < row.count:
+            ids.append(int(pending[row.request.slot]))
+    return ids
+
+
+def _block_tables(rows: Sequence[ScheduledRow], block_size: int) -> Int32Array:
+    """[rows, widest], each row's blocks up to the one that holds its last token."""
+    widths = [-(-row.stop // block_size) for row in rows]
+    tables = np.zeros((len(rows), max(widths, default=0)), np.int32)
+    for i, (row, width) in enumerate(zip(rows, widths, strict=True)):
+        tables[i, :width] = row.request.block_ids[:width]
+    return tables
