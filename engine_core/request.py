@@ -48,6 +48,18 @@ class Request:
     seed: int = 0  # the request's own, or one the engine drew
     prompt_logprobs: PromptLogprobs | None = None
 
+    # Set at admission and constant from then on.
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the request once `min_tokens` are out
+    max_output_tokens: int = 0  # `max_tokens`, or what the context leaves
+    order: int = 0  # the scheduler serves lower ones first
+
+    # The scheduler's own.
+    horizon: int = 0  # positions below it can be planned with the blocks held and the tokens allowed
+    last_plan: int = 0  # step of the newest plan with a row of this request, 0: none
+    block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks, as far as computed
+    register_at: int = 0  # when this many tokens are computed, another full block goes into the prefix cache
+    num_bypassed: int = 0  # how many later requests were admitted while this one did not fit
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
