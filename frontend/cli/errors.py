@@ -1,0 +1,19 @@
+"""Errors that end a command with a message and no traceback."""
+
+from __future__ import annotations
+
+
+class CliError(Exception):
+    """The command cannot go on, for a reason the user can act on."""
+
+    exit_code = 1
+
+
+class SettingsError(CliError):
+    """A setting is unknown or out of bounds. The message names the key, the value, the bound and where it came from."""
+
+    exit_code = 2
+
+
+class ModelError(CliError):
+    """The model cannot be used; the message says what to do about it."""
