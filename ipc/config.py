@@ -121,3 +121,6 @@ class ServerOptions(Config, frozen=True):
 class FrontendProcessConfig(ServerOptions, frozen=True, kw_only=True):
     index: int
     endpoints: Endpoints
+    model_aliases: tuple[str, ...] = ()  # other names that clients may use for the served model
+    stall_seconds: float = 30.0  # /ready turns 503 when the engine has made no progress for this long
+    grace_seconds: float = 5.0  # how long answers in flight may go on after Shutdown

@@ -208,8 +208,9 @@ class TextLogprob(msgspec.Struct, frozen=True):
     token_id: int
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None  # None: the first token of a prompt, which nothing predicts
     top: list[tuple[int, str, bytes, float]] = []  # (id, text, data, logprob), most probable first
+    rank: Count = 0  # 1: the most probable token
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -233,6 +234,7 @@ class Detail(msgspec.Struct, frozen=True, omit_defaults=True):
     row: Count
     opened: Opened | None = None  # without its `text`
     logprobs: list[TextLogprob] = []
+    # One entry per prompt token. The first carries its text with no logprob, so that echo can show every token.
     prompt_logprobs: list[TextLogprob | None] = []
     ended: Ended | None = None
 
