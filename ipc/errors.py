@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """Something the user can put right. The message says what is wrong and what to do; shown without a traceback."""

@@ -26,8 +26,8 @@ from ipc.errors import UserError
 from ipc.messages import Progress, Ready, StartFailed
 from ipc.run_dir import read_config, remove_run_directory
 
-PARENT_FD_ENV = "GAPLESS_PARENT_FD"  # read end of a pipe that nobody writes to; its end is the supervisor's end
-LOG_LEVEL_ENV = "GAPLESS_LOG_LEVEL"
+PARENT_FD_ENV = "_GAPLESS_PARENT_FD"  # read end of a pipe that nobody writes to; its end is the supervisor's end
+LOG_LEVEL_ENV = "_GAPLESS_LOG_LEVEL"
 _PROGRESS_INTERVAL_S = 0.05
 _ORPHANED = 70  # exit code nobody is left to see
 
@@ -76,10 +76,16 @@ class Child:
         self._supervisor.send(StartFailed(name=self.name, message=message[:65_536]))
 
 
-def child_main(name: str, config_type: type[C], body: Callable[[C, Child], None]) -> NoReturn:
+def child_main(
+    name: str,
+    config_type: type[C],
+    body: Callable[[C, Child], None],
+    user_errors: tuple[type[Exception], ...] = (),
+) -> NoReturn:
     """Run `body(config, child)` as the process `name`, then exit: 0, or 1 if it raised.
 
-    A `UserError` reaches the user as its message alone; any other exception is a bug and leaves a traceback.
+    A `UserError`, or one of `user_errors`, reaches the user as its message alone; any other exception is a bug and
+    leaves a traceback.
     """
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
@@ -91,7 +97,7 @@ def child_main(name: str, config_type: type[C], body: Callable[[C, Child], None]
     if path is None:
         sys.exit(f"usage: python -m {name} CONFIG.json (started by `gapless serve`)")
     watch_parent(path.parent)
-    code = _run(name, path, config_type, body)
+    code = _run(name, path, config_type, body, (UserError, *user_errors))
     flush()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):
@@ -101,7 +107,13 @@ def child_main(name: str, config_type: type[C], body: Callable[[C, Child], None]
     os._exit(code)
 
 
-def _run(name: str, path: Path, config_type: type[C], body: Callable[[C, Child], None]) -> int:
+def _run(
+    name: str,
+    path: Path,
+    config_type: type[C],
+    body: Callable[[C, Child], None],
+    user_errors: tuple[type[Exception], ...],
+) -> int:
     try:
         config = read_config(path, config_type)
     except (OSError, msgspec.MsgspecError) as error:
@@ -110,7 +122,7 @@ def _run(name: str, path: Path, config_type: type[C], body: Callable[[C, Child],
     child = Child(name, Sender(config.endpoints.supervisor))
     try:
         body(config, child)
-    except UserError as error:
+    except user_errors as error:
         child.start_failed(str(error))
         return 1
     except SystemExit as stop:
