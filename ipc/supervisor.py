@@ -75,7 +75,7 @@ class Supervisor:
     def run(self, on_ready: Callable[[Facts], None]) -> None:
         """Start everything, call `on_ready` once, return when stopped on request. Raises `ProcessFailed`.
 
-        Whatever happens, no child is left on return. Call once.
+        Whatever happens, no child is left on return. Call once, then `close`.
         """
         try:
             self._start()
@@ -86,7 +86,14 @@ class Supervisor:
                 self._tick(None)
         finally:
             self._stop()
-            self._release()
+
+    def close(self) -> None:
+        """Release sockets and pipes. After it `request_stop` must not be called, nor `wake_fd` be in use."""
+        self._inbox.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
+        os.close(self._alive_write)
+        os.close(self._alive_read)
 
     def _start(self) -> None:
         while len(self._ready) < len(self._specs) and not self._stop_requests:
@@ -187,13 +194,6 @@ class Supervisor:
                 self._on_output(child.name, f"did not stop within {grace:g} s: killed")
                 child.kill()
             self._tick(max(left, 0.0))
-
-    def _release(self) -> None:
-        self._inbox.close()
-        for outbox in self._outboxes.values():
-            outbox.close()
-        os.close(self._alive_write)
-        os.close(self._alive_read)
 
 
 def _model_ready(ready: Facts) -> ModelReady:
