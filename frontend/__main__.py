@@ -1,0 +1,45 @@
+"""`python -m frontend CONFIG.json`: the HTTP process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import uvloop
+
+from frontend.app import App
+from frontend.backend import Backend
+from frontend.metrics import Metrics
+from frontend.server import listen, serve
+from ipc.aio import AsyncReceiver
+from ipc.channel import Receiver, connect
+from ipc.config import FrontendProcessConfig
+from ipc.messages import FrontendMessage, Shutdown
+from ipc.runtime import Child, child_main
+
+
+def body(config: FrontendProcessConfig, child: Child) -> None:
+    uvloop.run(_run(config, child))
+
+
+async def _run(config: FrontendProcessConfig, child: Child) -> None:
+    metrics = Metrics(config.served_model_name)
+    outboxes = connect(config.endpoints, "tokenizer", "engine")
+    backend = Backend(config, outboxes, metrics)
+    inbox: AsyncReceiver[FrontendMessage] = AsyncReceiver(
+        Receiver(config.endpoints.frontends[config.index], FrontendMessage)
+    )
+    sock = listen(config.host, config.port)
+    host, port = sock.getsockname()[:2]
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: backend.deliver([Shutdown()]))
+    child.ready({"host": host, "port": port})
+    try:
+        await serve(App(config, backend, metrics), backend, inbox, sock, config.grace_seconds)
+    finally:
+        inbox.close()
+        for outbox in outboxes.values():
+            outbox.close(linger_s=1.0)
+
+
+if __name__ == "__main__":
+    child_main("frontend", FrontendProcessConfig, body)

@@ -1,0 +1,90 @@
+"""The ASGI application: guard, the two hot routes, and a Starlette router for everything else."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Router
+
+from frontend.backend import Backend
+from frontend.cold import ColdRoutes
+from frontend.errors import ApiError
+from frontend.generate import Generator
+from frontend.guard import Guard
+from frontend.http import ClientGone, HeaderList, Receive, Scope, Send, read_body, respond
+from frontend.metrics import Metrics
+from frontend.openai.job import Bodies, Job, chat_job, completion_job
+from ipc.config import FrontendProcessConfig
+
+logger = logging.getLogger(__name__)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class App:
+    """`await app(scope, receive, send)`. Every failure becomes an error object; none reaches the server."""
+
+    def __init__(self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self._limit = config.max_body_bytes
+        self._guard = Guard(config.host, config.api_key)
+        self._bodies = Bodies()
+        self._cold = ColdRoutes(config, backend, metrics, self._bodies)
+        self._router = Router(self._cold.routes(), redirect_slashes=False)
+        self._generator = Generator(backend, self._cold.model)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        try:
+            self._guard.check(path, scope["headers"])
+            if path in (CHAT, COMPLETIONS):
+                status = await self._generate(path, scope, receive, send)
+                if status is not None:
+                    self._metrics.responded(path, status)
+            else:
+                scope["app"] = self  # makes the router raise what it cannot route
+                await self._router(scope, receive, send)
+        except ClientGone:
+            return
+        except ApiError as error:
+            await self._refuse(path, error, send)
+        except HTTPException as error:
+            await self._refuse(path, _routing_error(scope, error), send)
+        except Exception:
+            incident = uuid.uuid4().hex
+            logger.exception("request failed (%s)", incident)
+            await self._refuse(path, ApiError(500, f"internal error {incident}, see the server's log"), send)
+
+    async def _generate(self, path: str, scope: Scope, receive: Receive, send: Send) -> int | None:
+        if scope["method"] != "POST":
+            raise ApiError(405, f"{path} takes POST, not {scope['method']}", allow="POST")
+        limits = self._backend.limits()
+        body = await read_body(scope, receive, self._limit)
+        job: Job
+        if path == CHAT:
+            chat = self._bodies.chat(body)
+            self._cold.check_model(chat.model)
+            job = chat_job(chat, limits)
+        else:
+            completion = self._bodies.completion(body)
+            self._cold.check_model(completion.model)
+            job = completion_job(completion, limits)
+        return await self._generator.answer(job, scope, receive, send)
+
+    async def _refuse(self, path: str, error: ApiError, send: Send) -> None:
+        self._metrics.responded(path if path in (CHAT, COMPLETIONS) else "other", error.status)
+        headers: HeaderList = [*error.headers(), (b"x-request-id", f"req-{uuid.uuid4().hex}".encode())]
+        await respond(send, error.status, headers, error.body())
+
+
+def _routing_error(scope: Scope, error: HTTPException) -> ApiError:
+    path = scope["path"][:200]
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        return ApiError(405, f"{path} takes {allow}, not {scope['method']}", allow=allow)
+    return ApiError(404, f"there is no {path} here", code="not_found")

@@ -1,0 +1,278 @@
+"""The other processes as the HTTP side sees them: submit, cancel, call, and where their messages are sent on to.
+
+Knows nothing of HTTP. Every request submitted here gets exactly one terminal event per choice, unless it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import assert_never
+
+from frontend.errors import ApiError, from_error
+from frontend.handle import Event, Handle
+from frontend.metrics import Metrics
+from frontend.openai.job import Job, Limits
+from ipc.codec import unpack_request_ids
+from ipc.config import FrontendProcessConfig
+from ipc.mailbox import MessageTooLarge, Outbox
+from ipc.messages import (
+    Abort,
+    Decode,
+    Decoded,
+    Deltas,
+    Detail,
+    Encode,
+    Encoded,
+    Ended,
+    EngineStats,
+    Error,
+    FrontendMessage,
+    Message,
+    ModelReady,
+    ProcessLost,
+    Prompt,
+    Rejected,
+    Shutdown,
+    Submit,
+    Usage,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    LOADING = "the model is loading"
+    READY = "ready"
+    LOST = "a part of the server has died"
+    STOPPING = "the server is shutting down"
+
+
+class Backend:
+    """Table of requests in flight, by request id. One thread, one event loop."""
+
+    def __init__(self, config: FrontendProcessConfig, outboxes: Mapping[str, Outbox], metrics: Metrics) -> None:
+        self.phase = Phase.LOADING
+        self.model: ModelReady | None = None
+        self.stopped = asyncio.Event()  # Shutdown has arrived
+        self.idle = asyncio.Event()  # no request is in flight
+        self.idle.set()
+        self._config = config
+        self._outboxes = outboxes
+        self._metrics = metrics
+        self._handles: dict[int, Handle] = {}
+        self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
+        self._next_id = config.index << 48  # so that ids of all frontends differ
+        self._step = -1
+        self._progress_at = 0.0
+
+    # --- asked by routes --------------------------------------------------------------------------------------------
+
+    def limits(self) -> Limits:
+        """Raises `ApiError` 503 unless requests can be accepted now."""
+        if self.phase is not Phase.READY or self.model is None:
+            raise ApiError(503, self.phase.value, code="not_ready", retry_after=2)
+        return Limits(self.model.max_model_len, self.model.vocab_size)
+
+    def stalled(self) -> str | None:
+        """Why the server cannot answer now; None if it is ready and the engine makes progress."""
+        if self.phase is not Phase.READY:
+            return str(self.phase.value)
+        still = time.monotonic() - self._progress_at
+        if still > self._config.stall_seconds:
+            return f"the engine has made no progress for {still:.0f} s"
+        return None
+
+    def submit(self, job: Job) -> Handle:
+        """Send every prompt of `job` on its way. Raises `ApiError`, then nothing is in flight."""
+        self.limits()
+        self._check_room(job.num_choices)
+        n = job.sampling.n
+        handle = Handle(self._take_ids(job.num_choices), job.num_choices, self._config.stream_buffer_bytes)
+        self._handles.update(dict.fromkeys(handle.request_ids(), handle))
+        self.idle.clear()
+        self._metrics.accepted(job.num_choices)
+        try:
+            for i, prompt in enumerate(job.prompts):
+                first = handle.first_id + i * n
+                self._send(
+                    "tokenizer", self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
+                )
+        except ApiError:
+            self.cancel(handle)
+            raise
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Nobody wants these answers any more. Does nothing to choices that have ended."""
+        handle.close()
+        ids = handle.request_ids()
+        handle.unfinished.clear()
+        for request_id in ids:
+            self._forget(request_id)
+        if ids:
+            self._metrics.cancelled(len(ids))
+            self._send("engine", Abort(request_ids=ids))
+
+    async def encode(self, prompt: Prompt) -> Encoded:
+        """Raises `ApiError`."""
+        call_id = self._take_ids(1)
+        answer = await self._call(call_id, Encode(call_id=call_id, frontend=self._config.index, prompt=prompt))
+        assert isinstance(answer, Encoded)
+        return answer
+
+    async def decode(self, ids: bytes, skip_special_tokens: bool) -> Decoded:
+        """Raises `ApiError`."""
+        call_id = self._take_ids(1)
+        message = Decode(call_id=call_id, frontend=self._config.index, ids=ids, skip_special_tokens=skip_special_tokens)
+        answer = await self._call(call_id, message)
+        assert isinstance(answer, Decoded)
+        return answer
+
+    # --- told by the other processes --------------------------------------------------------------------------------
+
+    def deliver(self, batch: Iterable[FrontendMessage]) -> None:
+        for message in batch:
+            match message:
+                case Deltas():
+                    self._deltas(message)
+                case Rejected():
+                    for request_id in message.request_ids:
+                        self._end(request_id, "rejected", message.error)
+                case Encoded() | Decoded():
+                    future = self._calls.pop(message.call_id, None)
+                    if future is not None and not future.done():
+                        future.set_result(message)
+                case EngineStats():
+                    self._heartbeat(message)
+                case ModelReady():
+                    self.model = message
+                    self.phase = Phase.READY
+                    self._progress_at = time.monotonic()
+                case ProcessLost():
+                    logger.error("%s died: %s", message.name, message.detail)
+                    self.phase = Phase.LOST
+                    self.fail_all(Error(503, f"{message.name} died: {message.detail}", type="server_error"))
+                case Shutdown():
+                    self.phase = Phase.STOPPING
+                    self.stopped.set()
+                case _:
+                    assert_never(message)
+
+    def fail_all(self, error: Error) -> None:
+        """End everything in flight with `error`."""
+        for request_id in list(self._handles):
+            self._end(request_id, "error", error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(from_error(error))
+        self._calls.clear()
+
+    # --- private ----------------------------------------------------------------------------------------------------
+
+    def _deltas(self, message: Deltas) -> None:
+        now = time.monotonic_ns()
+        details = {detail.row: detail for detail in message.details}
+        ids = unpack_request_ids(message.request_ids)
+        for row, (request_id, text, count) in enumerate(zip(ids, message.texts, message.num_tokens, strict=False)):
+            handle = self._handles.get(request_id)
+            if handle is None:  # cancelled
+                continue
+            choice = request_id - handle.first_id
+            detail = details.get(row)
+            if count:
+                self._metrics.tokens(now, handle.arrival, handle.last_token[choice], count)
+                handle.last_token[choice] = now
+            if detail is not None:
+                self._note(request_id, choice, handle, detail, now)
+            if not handle.push(Event(choice, text, count, detail)):
+                self._drop(handle)
+
+    def _note(self, request_id: int, choice: int, handle: Handle, detail: Detail, now: int) -> None:
+        if detail.opened is not None:
+            self._metrics.opened(detail.opened.queued)
+        if detail.ended is not None:
+            self._forget(request_id)
+            handle.unfinished.discard(choice)
+            self._metrics.ended(detail.ended, now - handle.arrival)
+
+    def _drop(self, handle: Handle) -> None:
+        logger.warning("dropped a client that left more than %d bytes unread", self._config.stream_buffer_bytes)
+        self.cancel(handle)
+        if handle.on_overflow is not None:
+            handle.on_overflow()
+
+    def _end(self, request_id: int, reason: str, error: Error) -> None:
+        handle = self._forget(request_id)
+        if handle is None:
+            return
+        choice = request_id - handle.first_id
+        handle.unfinished.discard(choice)
+        ended = Ended("rejected" if reason == "rejected" else "error", Usage(0, 0), error=error)
+        self._metrics.ended(ended, time.monotonic_ns() - handle.arrival)
+        handle.push(Event(choice, "", 0, Detail(row=0, ended=ended)))
+
+    def _forget(self, request_id: int) -> Handle | None:
+        handle = self._handles.pop(request_id, None)
+        if not self._handles:
+            self.idle.set()
+        return handle
+
+    def _heartbeat(self, stats: EngineStats) -> None:
+        idle = stats.running == 0 and stats.waiting == 0
+        if idle or stats.step != self._step:
+            self._progress_at = time.monotonic()
+        self._step = stats.step
+        self._metrics.stats = stats
+
+    async def _call(self, call_id: int, message: Message) -> Encoded | Decoded:
+        self.limits()
+        self._check_room(1)
+        future: asyncio.Future[Encoded | Decoded] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._send("tokenizer", message)
+            answer = await future
+        finally:
+            self._calls.pop(call_id, None)
+        if answer.error is not None:
+            raise from_error(answer.error)
+        return answer
+
+    def _check_room(self, wanted: int) -> None:
+        limit = self._config.max_queued_requests
+        used = len(self._handles) + len(self._calls)
+        if wanted > limit:
+            raise ApiError(400, f"prompts times n must be at most {limit} on this server, got {wanted}", "n")
+        if used + wanted > limit:
+            raise ApiError(
+                503, f"{used} requests are in progress, the limit is {limit}", code="overloaded", retry_after=1
+            )
+
+    def _take_ids(self, count: int) -> int:
+        first = self._next_id
+        self._next_id += count
+        return first
+
+    def _submit_message(self, job: Job, prompt: Prompt, ids: list[int], arrival: int) -> Submit:
+        return Submit(
+            request_ids=ids,
+            frontend=self._config.index,
+            prompt=prompt,
+            sampling=job.sampling,
+            arrival=arrival,
+            priority=job.priority,
+            echo=job.echo,
+            cache_salt=job.cache_salt,
+        )
+
+    def _send(self, name: str, message: Message) -> None:
+        try:
+            self._outboxes[name].send(message)
+        except MessageTooLarge as error:
+            raise ApiError(413, f"the request is too large: {error}", code="too_large") from None
+        except (OverflowError, ValueError, RecursionError) as error:
+            raise ApiError(400, f"the request holds a value that cannot be processed: {error}") from None

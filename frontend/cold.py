@@ -1,0 +1,161 @@
+"""Routes that are called now and then: models, tokenize, health, metrics, version, the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from frontend.backend import Backend
+from frontend.errors import ApiError, shown
+from frontend.http import read_body
+from frontend.metrics import Metrics
+from frontend.openai.job import Bodies
+from frontend.openai.prompts import chat_prompt, token_bytes
+from ipc.codec import unpack_ids
+from ipc.config import FrontendProcessConfig
+from ipc.messages import Prompt, TextPrompt
+
+
+class ColdRoutes:
+    """`routes` is the table; methods are the endpoints. All raise `ApiError`."""
+
+    def __init__(self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics, bodies: Bodies) -> None:
+        self.model = config.served_model_name or "default"
+        self._names = {self.model, *config.model_aliases}
+        self._limit = config.max_body_bytes
+        self._backend = backend
+        self._metrics = metrics
+        self._bodies = bodies
+        self._created = int(time.time())
+        self._page, self._page_headers = load_page()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.page, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.one_model, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    def check_model(self, name: str | None) -> None:
+        """Absent, the served name, or one of its aliases."""
+        if name and name not in self._names:
+            raise ApiError(
+                404,
+                f"the model {shown(name)} does not exist, this server has {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def page(self, _: Request) -> Response:
+        return Response(self._page, headers=self._page_headers, media_type="text/html")
+
+    async def health(self, _: Request) -> Response:
+        """Alive: this process answers. Says nothing of the engine; see `ready`."""
+        return _json({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        reason = self._backend.stalled()
+        if reason is not None:
+            raise ApiError(503, reason, code="not_ready", retry_after=2)
+        return _json({"status": "ready"})
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": package_version()})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self.check_model(request.path_params["model"])
+        return _json(self._card())
+
+    async def tokenize(self, request: Request) -> Response:
+        limits = self._backend.limits()
+        wanted = self._bodies.tokenize(await read_body(request.scope, request.receive, self._limit))
+        self.check_model(wanted.model)
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+        prompt: Prompt
+        if wanted.messages is not None:
+            prompt = chat_prompt(wanted, wanted.messages)
+        else:
+            prompt = TextPrompt(wanted.prompt or "", wanted.add_special_tokens is not False)
+        encoded = await self._backend.encode(prompt)
+        ids = unpack_ids(encoded.ids)
+        return _json(
+            {
+                "count": len(ids),
+                "max_model_len": limits.max_model_len,
+                "tokens": ids,
+                "token_strs": encoded.tokens if wanted.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        limits = self._backend.limits()
+        wanted = self._bodies.detokenize(await read_body(request.scope, request.receive, self._limit))
+        self.check_model(wanted.model)
+        ids = token_bytes("tokens", wanted.tokens, limits.vocab_size)
+        decoded = await self._backend.decode(ids, bool(wanted.skip_special_tokens))
+        return _json({"prompt": decoded.text})
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "gapless",
+            "root": self.model,
+            "max_model_len": self._backend.limits().max_model_len,
+        }
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def package_version() -> str:
+    try:
+        return version("gapless")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def load_page() -> tuple[bytes, dict[str, str]]:
+    """The page and its headers: only its own script and style may run, and it may talk to this server alone."""
+    page = files("frontend.page").joinpath("index.html").read_bytes()
+    policy = (
+        f"default-src 'none'; script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+
+def _hashes(page: bytes, tag: bytes) -> str:
+    blocks = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(block).digest()).decode()}'" for block in blocks)

@@ -1,0 +1,82 @@
+"""/v1/chat/completions and /v1/completions in raw ASGI: the hot path of the server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from frontend.backend import Backend
+from frontend.errors import from_error
+from frontend.handle import Handle
+from frontend.http import ABORT, HeaderList, Receive, Scope, Send, respond
+from frontend.openai.answer import Choice, Identity, body, failure
+from frontend.openai.job import Job
+from frontend.stream import HEADERS, Chunks, error_events
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Generator:
+    """Answers one `Job` over one connection."""
+
+    def __init__(self, backend: Backend, model: str) -> None:
+        self._backend = backend
+        self._model = model
+
+    async def answer(self, job: Job, scope: Scope, receive: Receive, send: Send) -> int | None:
+        """The HTTP status sent, None if the client went away first. Raises `ApiError` before anything is sent."""
+        identity = Identity.new(job, self._model)
+        handle = self._backend.submit(job)
+        handle.on_overflow = scope.get("extensions", {}).get(ABORT)
+        watcher = asyncio.ensure_future(self._watch(receive, handle))
+        try:
+            run = self._stream if job.stream else self._whole
+            return await run(job, identity, handle, send)
+        finally:
+            watcher.cancel()
+            self._backend.cancel(handle)  # whatever went wrong, nothing is left running
+
+    async def _watch(self, receive: Receive, handle: Handle) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._backend.cancel(handle)
+
+    async def _whole(self, job: Job, identity: Identity, handle: Handle, send: Send) -> int | None:
+        choices = [Choice() for _ in range(job.num_choices)]
+        unfinished = job.num_choices
+        while unfinished:
+            events = await handle.next()
+            if not events:
+                return None
+            for event in events:
+                if (error := failure(event)) is not None:
+                    raise from_error(error)
+                choices[event.choice].add(event)
+                unfinished -= event.detail is not None and event.detail.ended is not None
+        await respond(send, 200, [_JSON, _request_id(identity)], body(job, identity, choices))
+        return 200
+
+    async def _stream(self, job: Job, identity: Identity, handle: Handle, send: Send) -> int | None:
+        chunks = Chunks(job, identity)
+        started = False
+        while True:
+            events = await handle.next()
+            if not events:
+                return 200 if started else None
+            error = next((found for event in events if (found := failure(event)) is not None), None)
+            if not started:
+                # Headers wait for the first event, so that a refusal by the tokenizer or the engine is a real 4xx.
+                if error is not None:
+                    raise from_error(error)
+                started = True
+                headers: HeaderList = [*HEADERS, _request_id(identity)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            data = error_events(error) if error is not None else chunks.render(events)
+            more = error is None and not chunks.finished
+            if data or not more:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+            if not more:
+                return 200
+
+
+def _request_id(identity: Identity) -> tuple[bytes, bytes]:
+    return (b"x-request-id", identity.id.encode())

@@ -1,0 +1,71 @@
+"""One HTTP request as the route sees it: an async source of events, with a bound on what may pile up in it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ipc.messages import Detail
+
+_EVENT_BYTES = 64  # what an event costs beside its text
+_LOGPROB_BYTES = 128
+
+
+class Event(NamedTuple):
+    """News of one choice. The last event of a choice has `detail.ended`."""
+
+    choice: int
+    text: str
+    num_tokens: int
+    detail: Detail | None
+
+
+class Handle:
+    """The answers to one HTTP request: choice i has the request id `first_id + i`.
+
+    Written by the backend, read by one route. Closed means that nobody listens any more (the client went away or was
+    dropped): `next` then returns an empty list.
+    """
+
+    def __init__(self, first_id: int, num_choices: int, buffer_bytes: int) -> None:
+        self.first_id = first_id
+        self.unfinished = set(range(num_choices))
+        self.arrival = time.monotonic_ns()
+        self.last_token = [0] * num_choices  # CLOCK_MONOTONIC ns of each choice's latest token, 0: none yet
+        self.closed = False
+        self.on_overflow: Callable[[], None] | None = None  # cuts the connection, whose writer may be blocked
+        self._limit = buffer_bytes
+        self._buffered = 0
+        self._events: list[Event] = []
+        self._news = asyncio.Event()
+
+    def push(self, event: Event) -> bool:
+        """False: the reader is so far behind that the bound is passed."""
+        if self.closed:
+            return True
+        self._events.append(event)
+        self._buffered += _EVENT_BYTES + len(event.text)
+        if event.detail is not None:
+            rows = event.detail.logprobs
+            self._buffered += sum(_LOGPROB_BYTES * (1 + len(row.top)) for row in rows)
+        self._news.set()
+        return self._buffered <= self._limit
+
+    async def next(self) -> list[Event]:
+        """All events that arrived since the last call, waiting for the first; empty when closed."""
+        while not self._events and not self.closed:
+            await self._news.wait()
+            self._news.clear()
+        events, self._events, self._buffered = self._events, [], 0
+        return [] if self.closed else events
+
+    def close(self) -> None:
+        self.closed = True
+        self._events.clear()
+        self._news.set()
+
+    def request_ids(self) -> list[int]:
+        """Ids of the choices that have not ended."""
+        return [self.first_id + choice for choice in sorted(self.unfinished)]

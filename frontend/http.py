@@ -1,0 +1,125 @@
+"""Reading bodies and writing responses in raw ASGI, and the uvicorn protocol with the limits it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from frontend.errors import ApiError, error_body
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+HeaderList = list[tuple[bytes, bytes]]
+
+MAX_HEADER_BYTES = 64 * 1024
+HEADER_SECONDS = 30.0  # from a connection's first byte to the end of its headers
+BODY_SECONDS = 30.0  # between two pieces of a body
+ABORT = "gapless.abort"  # scope extension: cut the connection even if its writer is blocked
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Raises `ApiError` 413 above `limit` bytes, 408 when the client stops sending, `ClientGone`."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
+            raise _too_large(limit)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, f"no part of the request body came for {BODY_SECONDS:.0f} s") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body must have at most {limit} bytes", code="too_large")
+
+
+async def respond(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with a bound on the size of headers, on the time they take, and a way to cut a connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_bytes = 0
+        self._in_headers = True
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._header_bytes = 0
+        self._stop_timer()
+        if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEADER_BYTES:
+            raise ValueError("headers too large")  # the parser turns it into `send_400_response`
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._write_error(400, "Bad Request", f"invalid HTTP request (headers may have {MAX_HEADER_BYTES} bytes)")
+
+    def _refuse_headers(self) -> None:
+        if not self.transport.is_closing():
+            self._write_error(431, "Request Header Fields Too Large", f"headers may have {MAX_HEADER_BYTES} bytes")
+
+    def _write_error(self, status: int, phrase: str, message: str) -> None:
+        body = error_body(message, "invalid_request_error", None, None)
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._headers_late)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_late(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
