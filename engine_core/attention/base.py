@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +29,7 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
 
 class Attention(Protocol):

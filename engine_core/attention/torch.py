@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,9 +46,8 @@ class TorchAttention:
 
     def allocate(self, num_blocks: int) -> None:
         s = self.spec
-        # Zeros, because masked positions are multiplied by 0 and must not be NaN.
         shape = (s.num_layers, 2, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
-        self.cache = torch.zeros(shape, dtype=s.dtype, device=s.device)
+        self.cache = zeros(shape, s.dtype, s.device)
 
     def prepare(self, batch: ForwardBatch) -> None:
         groups: dict[int, list[int]] = {}
@@ -123,3 +123,14 @@ class TorchAttention:
             query, k, v, row.mask, is_causal=causal, scale=self.spec.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed KV pool: masked positions are multiplied by 0, so they must not hold NaN.
+
+    On the CPU the memory comes from calloc, which takes a page only when it is first written; torch.zeros would
+    touch gigabytes at start-up.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch.nn import functional
 
+from engine_core.errors import UserError
 from engine_core.loader.weights import Weight, dense
 
 WeightsMode = Literal["none", "int8"]
@@ -33,6 +34,13 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+
+def choose_mode(wanted: str, quantized: bool, device: torch.device) -> WeightsMode:
+    """How to hold weights: as `wanted`, or what suits the checkpoint and the device if that is "auto"."""
+    if wanted == "int8":
+        raise UserError("--weights int8 is not available here; use --weights none")
+    return "none"
 
 
 def make_linear(

@@ -1,0 +1,94 @@
+"""A source of weights by name, and the builder that turns them into layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine_core.layers.embedding import DenseEmbedding, Embedding, QuantizedEmbedding
+from engine_core.layers.linear import DenseLinear, Linear, WeightsMode, make_linear
+from engine_core.layers.norm import RMSNorm
+from engine_core.loader.weights import QuantizedWeight, Weight, dense
+from engine_core.models.config import ModelConfig
+from engine_core.plan import ProgressCallback
+
+
+class Checkpoint(Protocol):
+    """Weights under their Hugging Face names."""
+
+    config: ModelConfig
+    # Whether any weight is stored in quantized blocks.
+    quantized: bool
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """The weight `name`. May be a view of the file.
+
+        Raises:
+            UserError: it is missing, has another shape, or cannot be read.
+        """
+        ...
+
+    def optional(self, name: str, shape: tuple[int, ...]) -> Weight | None:
+        """Like `take`, but None if the checkpoint has no such weight."""
+        ...
+
+    def unused(self) -> list[str]:
+        """Weights that nothing took: the file holds more than this model computes."""
+        ...
+
+
+class ModelBuilder:
+    """Makes layers from a checkpoint's weights: their names and shapes go in, layers come out.
+
+    How weights are held (`mode`, `dtype`, `device`) is decided here once, for all models.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        mode: WeightsMode,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.mode, self.dtype, self.device = mode, dtype, device
+        self._progress = progress
+
+    def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool = False) -> Linear:
+        """The matrices `names`, fused: their outputs stand one after the other."""
+        sizes = list(zip(names, out_features, strict=True))
+        parts = [self.checkpoint.take(f"{name}.weight", (out, in_features)) for name, out in sizes]
+        biases = [self._vector(f"{name}.bias", out) for name, out in sizes] if bias else []
+        return make_linear(parts, biases, mode=self.mode, dtype=self.dtype, device=self.device)
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        weight = self._vector(f"{name}.weight", size).to(self.device, self.dtype)
+        return RMSNorm(weight, self.config.rms_norm_eps)
+
+    def embedding_and_head(self, embedding: str, head: str) -> tuple[Embedding, Linear]:
+        """The token embedding and the matrix that makes logits: one and the same if the model ties them."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        table = self.checkpoint.take(f"{embedding}.weight", shape)
+        if self.mode == "none" or not isinstance(table, QuantizedWeight):
+            rows = dense([table], self.dtype, self.device)
+            embed: Embedding = DenseEmbedding(rows)
+            if self.config.tie_embeddings and self.mode == "none":
+                return embed, DenseLinear(rows)
+        else:
+            embed = QuantizedEmbedding(table, self.dtype)
+        if self.config.tie_embeddings:
+            return embed, make_linear([table], mode=self.mode, dtype=self.dtype, device=self.device)
+        return embed, self.linear([head], self.config.hidden_size, [self.config.vocab_size])
+
+    def layer_done(self, index: int) -> None:
+        """Tell the progress callback that layer `index` is loaded."""
+        if self._progress is not None:
+            self._progress("loading weights", (index + 1) / self.config.num_layers)
+
+    def _vector(self, name: str, size: int) -> torch.Tensor:
+        value = self.checkpoint.take(name, (size,))
+        assert isinstance(value, torch.Tensor)  # only matrices are quantized
+        return value

@@ -1,0 +1,207 @@
+"""What a model is, read from config.json or GGUF metadata into one checked struct.
+
+Only what the models here implement is accepted. Everything else that would change the result is an error naming it:
+a wrong answer is worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+from engine_core.errors import UserError
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. The fields below `theta` count only for the scaling types that have them."""
+
+    theta: float
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: scales cos and sin
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder-only transformer with RMSNorm, rotary embedding and SiLU-gated MLPs."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"  # the checkpoint's own
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise UserError(f"the model's {name} is {getattr(self, name)}, which makes no sense")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(f"the model's head_dim is {self.head_dim}; only even head sizes are supported")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"the model's {self.num_heads} attention heads are not a multiple of its {self.num_kv_heads} KV heads"
+            )
+        if self.max_position < 1:
+            raise UserError(f"the model's context length is {self.max_position}, which makes no sense")
+
+
+def from_hf(config: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset()) -> ModelConfig:
+    """From the content of config.json.
+
+    Raises:
+        UserError: a setting that is missing, or that the models here do not implement.
+    """
+    architecture = _architecture(config)
+    _refuse_unsupported(config, architecture)
+    heads, hidden = _int(config, "num_attention_heads"), _int(config, "hidden_size")
+    biased = bool(config.get("attention_bias", False))
+    max_position = _int(config, "max_position_embeddings")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_int(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_int(config, "intermediate_size"),
+        num_layers=_int(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_int(config, "num_key_value_heads", heads),
+        head_dim=_int(config, "head_dim", hidden // max(heads, 1)),
+        max_position=max_position,
+        rope=_hf_rope(config, max_position),
+        rms_norm_eps=_float(config, "rms_norm_eps", 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or biased,
+        output_bias=architecture != "Qwen2ForCausalLM" and biased,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        dtype=_hf_dtype(config),
+        eos_token_ids=eos_token_ids | token_ids(config.get("eos_token_id")),
+    )
+
+
+def token_ids(value: object) -> frozenset[int]:
+    """`eos_token_id` may be absent, one id, or a list of ids."""
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f'config.json must name one architecture in "architectures", got {names!r}')
+    return names[0]
+
+
+def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        raise UserError(f"config.json: weights quantized with {method!r} are not supported; use a GGUF file instead")
+    layers = config.get("layer_types") or []
+    others = sorted({str(kind) for kind in layers} - {"full_attention"})
+    window = config.get("sliding_window")
+    # Qwen's configs carry a window that is switched off by use_sliding_window.
+    slides = window is not None and config.get("use_sliding_window", architecture == "MistralForCausalLM")
+    if others or slides:
+        what = f"layer_types {others}" if others else f"sliding_window {window}"
+        raise UserError(f"config.json: {what} is not supported, only full attention")
+    for name in ("num_experts", "num_local_experts"):
+        if config.get(name):
+            raise UserError(f"config.json: {name} {config[name]} (a mixture of experts) is not supported")
+
+
+def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """Both forms: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = _float(scaling, "rope_theta", _float(config, "rope_theta", 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise UserError(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
+    if kind not in ROPE_TYPES:
+        raise UserError(f"config.json: RoPE scaling type {kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
+    if kind == "default":
+        return RopeConfig(theta)
+    original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    original = max_position if original is None else int(original)
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn":
+        factor = max_position / original
+    if factor is None:
+        raise UserError(f"config.json: RoPE scaling of type {kind!r} lacks its 'factor'")
+    return RopeConfig(
+        theta=theta,
+        type=cast(RopeType, kind),
+        factor=float(factor),
+        original_max_position=original,
+        low_freq_factor=_float(scaling, "low_freq_factor", 1.0),
+        high_freq_factor=_float(scaling, "high_freq_factor", 4.0),
+        beta_fast=_float(scaling, "beta_fast", 32.0),
+        beta_slow=_float(scaling, "beta_slow", 1.0),
+        attention_factor=yarn_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """How much YaRN scales cos and sin: given, or derived from the factor as in its paper."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scale and all_dims:
+        return magnitude(float(scale)) / magnitude(float(all_dims))
+    return magnitude(1.0)
+
+
+def _hf_dtype(config: Mapping[str, Any]) -> str:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UserError(f"config.json: dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
+    return str(dtype)
+
+
+def _int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"config.json: {name} must be an integer, got {value!r}")
+    return value
+
+
+def _float(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise UserError(f"config.json: {name} must be a number, got {value!r}")
+    return float(value)

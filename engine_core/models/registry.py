@@ -1,0 +1,22 @@
+"""Which class implements which architecture."""
+
+from __future__ import annotations
+
+from engine_core.errors import UserError
+from engine_core.models.llama import LlamaForCausalLM
+from engine_core.models.qwen2 import Qwen2ForCausalLM
+from engine_core.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: dict[str, type[LlamaForCausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
+def model_class(architecture: str) -> type[LlamaForCausalLM]:
+    """Raises `UserError` that lists the known architectures."""
+    if architecture not in MODELS:
+        raise UserError(f"architecture {architecture!r} is not supported; the known ones are: {', '.join(MODELS)}")
+    return MODELS[architecture]
