@@ -1,0 +1,110 @@
+"""Logits to tokens. Order: logit bias, allowed ids, min_tokens; penalties; temperature; min_p; top_k; top_p; draw.
+
+A token is a pure function of the request's seed, its output position and its logits: the draw uses counter-based
+randomness, and each row is worked on alone. So it does not matter what else is in the batch, how the prompt was
+chunked, or whether the request was preempted.
+
+This is the host's sampler: the interface hands logits over and gets `StepTokens`, and asks for nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine_core.logprobs import token_logprobs
+from engine_core.penalties import LogitEdits, edits_logits
+from engine_core.plan import StepTokens
+from engine_core.request import Request
+from engine_core.truncation import Truncation, uniform
+from ipc.messages import TokenLogprobs
+
+Floats = NDArray[np.float32]
+
+
+class Sampler:
+    """Samples for up to `max_num_seqs` requests, each in its own slot.
+
+    Only requests that edit their logits have state here. A slot's state belongs to one request and is never read for
+    another, also when `release` was not called in between.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.max_num_seqs = max_num_seqs
+        self._edits: dict[int, tuple[Request, LogitEdits]] = {}  # slot -> its owner, and its state
+        self._truncation = Truncation(vocab_size)
+        self._edited_row = np.empty(vocab_size, np.float32)
+
+    def sample(self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int] | None = None) -> StepTokens:
+        """One token per row of float32 `logits` [rows, vocab_size], which are not changed.
+
+        `positions` are the output positions sampled for; without them each request's next one after its committed
+        tokens, which is right when no other step is in flight. Rows whose logits hold NaN or +inf, or in which every
+        token is masked, are in `failed` (with token id 0) and leave the other rows alone.
+        """
+        rows = _host(logits)
+        best = rows.argmax(axis=1) if len(rows) else np.empty(0, np.int64)  # a NaN counts as the maximum
+        step = StepTokens(token_ids=best.tolist())
+        for index, request in enumerate(requests):
+            row, position = rows[index], positions[index] if positions else len(request.output_ids)
+            if not row[best[index]] < np.inf:
+                step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
+                continue
+            token = self._sample_row(row, int(best[index]), request, position)
+            if token < 0:
+                step.token_ids[index], step.failed[index] = 0, "no token is allowed: every one of them is masked"
+                continue
+            step.token_ids[index] = token
+            if request.sampling.logprobs is not None:
+                step.logprobs[index] = token_logprobs(row, token, request.sampling.logprobs)
+        return step
+
+    def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """For each row of float32 `logits` [rows, vocab_size]: the value of the token that follows in the prompt."""
+        return [token_logprobs(row, token, top) for row, token in zip(_host(logits), next_ids, strict=True)]
+
+    def release(self, request: Request) -> None:
+        """Forget what is kept of `request`. Safe to call for any request at any time."""
+        for slot in [slot for slot, (owner, _) in self._edits.items() if owner is request]:
+            del self._edits[slot]
+
+    def _sample_row(self, row: Floats, best: int, request: Request, position: int) -> int:
+        """The token for one row, or -1 if every token is masked."""
+        sampling = request.sampling
+        edits = self._edits_of(request, position)
+        if edits is not None:
+            np.copyto(self._edited_row, row)
+            row = self._edited_row
+            edits.apply(row, position, request.output_ids)
+            best = int(row.argmax())
+        if not -np.inf < row[best] < np.inf:
+            return -1
+        token = best
+        if not sampling.greedy:
+            u = uniform(request.seed, position)
+            token = self._truncation.draw(
+                row, float(row[best]), sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, u
+            )
+        if edits is not None:
+            edits.took(position, token)
+        return token
+
+    def _edits_of(self, request: Request, position: int) -> LogitEdits | None:
+        if not edits_logits(request.sampling, position):
+            return None
+        entry = self._edits.get(request.slot)
+        if entry is None or entry[0] is not request:
+            entry = self._edits[request.slot] = (request, LogitEdits(request))
+        return entry[1]
+
+
+def _host(logits: Tensor) -> Floats:
+    """float32 rows in this process's memory; no copy if they are there already."""
+    rows: Floats = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+    return rows
