@@ -103,7 +103,8 @@ class Supervisor:
             self._tick(None)
 
     def _spawn(self, spec: ProcessSpec) -> None:
-        settings = self._run_dir.write_config(spec.name, spec.config(self._ready))
+        awaited = {name: self._ready[name] for name in spec.after}
+        settings = self._run_dir.write_config(spec.name, spec.config(awaited))
         child = ChildProcess(spec, settings, self._alive_read, self._on_output)
         self._children[spec.name] = child
         for fd in child.fds:
