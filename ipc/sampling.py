@@ -96,6 +96,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    def for_choice(self, index: int) -> SamplingParams:
+        """The settings of one of the `n` answers: n is 1, and each has a seed of its own if a seed is given."""
+        if self.n == 1 and index == 0:
+            return self
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `BoundError` if any token id named here is not below `vocab_size`."""
         for field, ids in (
