@@ -37,29 +37,29 @@ class EngineOptions(Config, frozen=True):
     """The settings of the engine that do not depend on which model it runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Model", "where to run")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], option("Model", "type of activations and KV cache")
-    ] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "activations and KV")] = "auto"
     # "auto" keeps a GGUF's own precision in int8 blocks; "none" is exact in `dtype`.
     weights: Annotated[
-        Literal["auto", "none", "int8"], option("Model", "how the CPU holds weights; none: exact in dtype")
+        Literal["auto", "none", "int8"], option("Model", "weights on the CPU (none: exact in dtype)")
     ] = "auto"
     attention: Annotated[
-        Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "attention implementation")
+        Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "attention kernels")
     ] = "auto"
-    load_format: Annotated[Literal["auto", "dummy"], option("Model", "dummy: random weights, to measure")] = "auto"
-    max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer in tokens [the model's]")] = None
+    load_format: Annotated[Literal["auto", "dummy"], option("Model", "weights (dummy: random ones, to measure)")] = (
+        "auto"
+    )
+    max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer [the model's]")] = None
     max_num_seqs: Annotated[Positive, option("Memory & scheduling", "most requests in one step")] = 256
     max_num_batched_tokens: Annotated[Positive, option("Memory & scheduling", "most tokens in one step")] = 2048
     block_size: Annotated[
         int, Meta(ge=1, le=1024), option("Memory & scheduling", "tokens in one block of the KV cache")
     ] = 16
     kv_tokens: Annotated[
-        Positive | None, option("Memory & scheduling", "size of the KV cache in tokens [from free memory]")
+        Positive | None, option("Memory & scheduling", "KV cache size in tokens [from free memory]")
     ] = None
     gpu_memory_utilization: Annotated[Fraction, option("Memory & scheduling", "share of the GPU's memory to use")] = 0.9
     cpu_memory_utilization: Annotated[
-        Fraction, option("Memory & scheduling", "share of free memory for the KV cache, on the CPU")
+        Fraction, option("Memory & scheduling", "share of free memory for KV on the CPU")
     ] = 0.25
     enable_prefix_caching: Annotated[bool, option("Memory & scheduling", "reuse the KV of shared prefixes")] = True
     policy: Annotated[
@@ -87,7 +87,7 @@ class EngineProcessConfig(Config, frozen=True):
 class TextOptions(Config, frozen=True):
     """The settings of the text side."""
 
-    chat_template: Annotated[str | None, option("Model", "Jinja file to use instead of the model's template")] = None
+    chat_template: Annotated[str | None, option("Model", "Jinja file [the model's template]")] = None
 
 
 class TokenizerProcessConfig(TextOptions, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class ServerOptions(Config, frozen=True):
         32 * 2**20
     )
     stream_buffer_bytes: Annotated[
-        int, Meta(ge=1024, le=2**31 - 1), option("Server", "unread bytes at which a slow client is dropped")
+        int, Meta(ge=1024, le=2**31 - 1), option("Server", "unread bytes that drop a slow client")
     ] = 1 << 20
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ipc.errors import UserError
 
-class CliError(Exception):
+
+class CliError(UserError):
     """The command cannot go on, for a reason the user can act on."""
 
     exit_code = 1

@@ -9,6 +9,7 @@ import click
 from frontend.cli.settings import OPTIONS, Option
 
 GROUP_ORDER = ("Answer", "Server", "Model", "Memory & scheduling", "Program")
+LEFT_COLUMN = 26
 
 
 def settings_keys(*parts: str) -> list[str]:
@@ -38,19 +39,25 @@ def shown_default(opt: Option) -> str:
     return ("on" if opt.default else "off") if opt.is_switch else str(opt.default)
 
 
+def help_row(opt: Option) -> tuple[str, str]:
+    """Left and right column of a setting in help pages."""
+    on, *off = opt.flags
+    name = f"--enable/disable-{on.removeprefix('--enable-')}" if on.startswith("--enable-") else " / ".join([on, *off])
+    choices = opt.expected.removeprefix("one of ") if opt.expected.startswith("one of ") else ""
+    default = shown_default(opt)
+    text = opt.help + (f": {choices}" if choices else "") + (f" [{default}]" if default else "")
+    return f"{name} {opt.metavar}".rstrip(), text
+
+
 class GroupedCommand(click.Command):
-    """A command whose help lists its settings in groups, one line each."""
+    """A command whose help lists its settings in groups, all in the same columns."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            opt = OPTIONS.get(param.name or "")
-            if not isinstance(param, click.Option) or opt is None:
-                continue
-            default = shown_default(opt)
-            names = " / ".join(opt.flags) + (f" {opt.metavar}" if opt.metavar else "")
-            groups.setdefault(opt.group, []).append((names, opt.help + (f" [{default}]" if default else "")))
+        options = [OPTIONS[param.name] for param in self.get_params(ctx) if param.name in OPTIONS]
+        rows = {opt.key: help_row(opt) for opt in options if opt.key != "model"}
+        width = min(LEFT_COLUMN, max(len(left) for left, _ in rows.values()))
         for group in GROUP_ORDER:
-            if group in groups:
+            chosen = [rows[opt.key] for opt in options if opt.group == group and opt.key in rows]
+            if chosen:
                 with formatter.section(group):
-                    formatter.write_dl(groups[group], col_max=34, col_spacing=2)
+                    formatter.write_dl([(left.ljust(width), right) for left, right in chosen], LEFT_COLUMN, 2)

@@ -57,6 +57,13 @@ class Reporter:
         else:
             self._print(phase, fraction, lane)
 
+    def line(self, text: str) -> None:
+        """A line of its own, above the live ones."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
     def _show(self, live: Progress, phase: str, fraction: float | None, lane: str) -> None:
         text = f"{lane}: {phase}" if lane else phase
         total = None if fraction is None else 1.0

@@ -12,7 +12,7 @@ import tomllib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, inspect
@@ -27,8 +27,11 @@ class ProgramOptions(Config, frozen=True):
     """The settings of the command itself."""
 
     model: Annotated[str | None, option("Model", "alias, folder, .gguf file or hub id [smollm2]")] = None
-    config: Annotated[str | None, option("Program", "TOML file with settings [see `gapless --help`]")] = None
-    cache_dir: Annotated[str | None, option("Program", "where downloaded models are kept [user's cache]")] = None
+    config: Annotated[str | None, option("Program", "TOML file with settings [see gapless --help]")] = None
+    cache_dir: Annotated[str | None, option("Program", "where models are kept [the user's cache]")] = None
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"], option("Program", "least severe log line to print")
+    ] = "WARNING"
 
 
 class AnswerOptions(Config, frozen=True):
@@ -93,7 +96,7 @@ def _describe(kind: inspect.Type) -> tuple[str, str]:
         case inspect.UnionType():
             return _describe(next(member for member in kind.types if not isinstance(member, inspect.NoneType)))
         case inspect.LiteralType():
-            return "one of " + ", ".join(map(str, kind.values)), "|".join(map(str, kind.values))
+            return "one of " + ", ".join(map(str, kind.values)), "NAME"
         case inspect.BoolType():
             return "true or false", ""
         case inspect.IntType():

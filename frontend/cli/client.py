@@ -1,0 +1,89 @@
+"""The HTTP client behind `run` and `chat`: one streamed chat completion at a time, standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from frontend.cli.errors import CliError
+from frontend.cli.settings import AnswerOptions
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ServerError(CliError):
+    """The server refused a request or broke off an answer."""
+
+
+class Client:
+    """Talks to `url`, the root of a server (a trailing /v1 is dropped)."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise CliError(f"url must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def stream_chat(self, messages: Sequence[ChatMessage], options: AnswerOptions) -> Iterator[str]:
+        """Yield the answer piece by piece. Closing the iterator closes the connection, which aborts the request.
+
+        Raises `ServerError` with the server's own words, or if it cannot be reached or breaks off.
+        """
+        body: dict[str, Any] = {"messages": messages, "stream": True}
+        for field in ("max_tokens", "temperature", "top_p"):
+            if (value := getattr(options, field)) is not None:
+                body[field] = value
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)  # a long prompt may take its time before the first token
+            connection.request("POST", self._path, msgspec.json.encode(body), self._headers)
+            yield from _pieces(connection.getresponse())
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"no answer from {self.url}: {error}") from None
+        finally:
+            connection.close()
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+    if response.status != 200:
+        raise ServerError(_error_text(response.read(1 << 20), f"HTTP status {response.status}"))
+    finished = False
+    while line := response.readline():
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            finished = True
+            break
+        event = msgspec.json.decode(data)
+        if "error" in event:
+            raise ServerError(_error_text(data, "the server broke off the answer"))
+        for choice in event.get("choices", []):
+            if text := choice.get("delta", {}).get("content"):
+                yield text
+    if not finished:
+        raise ServerError("the server closed the connection in the middle of the answer")
+
+
+def _error_text(body: bytes, fallback: str) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return fallback

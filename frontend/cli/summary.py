@@ -1,0 +1,65 @@
+"""What `gapless serve` prints once it is ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.cli.catalog import version_text
+from frontend.topology import Facts, LaunchConfig
+
+
+def summary(launch: LaunchConfig, facts: Facts, seconds: float) -> str:
+    """Address, a curl line, what was chosen, and where the time of the start went."""
+    url = public_url(facts)
+    known: dict[str, Any] = {}
+    for ready in facts.values():
+        known |= ready.facts
+    key = " -H 'Authorization: Bearer '$GAPLESS_API_KEY" if launch.server.api_key else ""
+    lines = [
+        f"{version_text()} serves {launch.server.served_model_name} on {url} (ready in {seconds:.1f} s)",
+        "",
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
+        """    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'""",
+        "",
+        *(f"  {label:<14} {value}" for label, value in chosen(known)),
+        *(f"  {label:<14} {value}" for label, value in start_up(facts)),
+        "",
+        "Ctrl-C stops it.",
+    ]
+    return "\n".join(lines)
+
+
+def public_url(facts: Facts) -> str:
+    """Where a client on this machine reaches the server."""
+    frontend = facts["frontend"].facts
+    host, port = frontend["host"], frontend["port"]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def chosen(known: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows for the facts that the processes reported; what they left out is left out."""
+    labels = {
+        "device": "device",
+        "threads": "CPU threads",
+        "dtype": "dtype",
+        "weights": "weights",
+        "attention": "attention",
+        "kv_tokens": "KV cache",
+        "max_model_len": "context",
+    }
+    units = {"kv_tokens": " tokens", "max_model_len": " tokens"}
+    return [
+        (label, f"{known[key]:,}{units.get(key, '')}" if isinstance(known[key], int) else str(known[key]))
+        for key, label in labels.items()
+        if known.get(key) is not None
+    ]
+
+
+def start_up(facts: Facts) -> list[tuple[str, str]]:
+    """One row per process that timed its phases."""
+    return [
+        (name, ", ".join(f"{phase} {took:.1f} s" for phase, took in ready.seconds.items() if took >= 0.05))
+        for name, ready in facts.items()
+        if any(took >= 0.05 for took in ready.seconds.values())
+    ]
