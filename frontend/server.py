@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -61,7 +62,7 @@ async def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=math.ceil(grace_seconds) + 2,
     )
     server = Server(config)
     reader = asyncio.ensure_future(_read(inbox, backend))
