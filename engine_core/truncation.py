@@ -160,6 +160,6 @@ def _nucleus(values: Floats, weights: Floats, top_p: float) -> tuple[Ids | None,
     ids = ids[np.argsort(-values[ids], kind="stable")]
     rest = top_p * total - (before[crossing - 1] if crossing else 0.0)
     count = int(np.searchsorted(np.cumsum(weights[ids], dtype=np.float64), rest, side="left")) + 1
-    weights[bucket > crossing] = 0.0
+    np.multiply(weights, bucket <= crossing, out=weights)
     weights[ids[count:]] = 0.0
     return None, weights

@@ -20,7 +20,7 @@ MAX_INT = 2**31 - 1
 
 
 class BoundError(ValueError):
-    """A field is outside its bounds. `field`, `value` and `bound` are for error objects; the message holds all three."""
+    """A field is outside its bounds. `field`, `value`, `bound` are for error objects; the message holds all three."""
 
     def __init__(self, field: str, value: object, bound: str) -> None:
         super().__init__(f"{field} must be {bound}, got {value!r}")
