@@ -10,7 +10,7 @@ import uvloop
 from frontend.app import App
 from frontend.backend import Backend
 from frontend.metrics import Metrics
-from frontend.server import listen, serve
+from frontend.server import client_url, listen, serve
 from ipc.aio import AsyncReceiver
 from ipc.channel import Receiver, connect
 from ipc.config import FrontendProcessConfig
@@ -32,7 +32,7 @@ async def _run(config: FrontendProcessConfig, child: Child) -> None:
     sock = listen(config.host, config.port)
     host, port = sock.getsockname()[:2]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: backend.deliver([Shutdown()]))
-    child.ready({"host": host, "port": port})
+    child.ready({"host": host, "port": port, "url": client_url(host, port)})
     try:
         await serve(App(config, backend, metrics), backend, inbox, sock, config.grace_seconds)
     finally:

@@ -46,6 +46,12 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def client_url(host: str, port: int) -> str:
+    """Where a client on this machine reaches a socket bound to `host` and `port`; no slash at the end."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def serve(
     app: App, backend: Backend, inbox: AsyncReceiver[FrontendMessage], sock: socket.socket, grace_seconds: float
 ) -> None:

@@ -10,7 +10,7 @@ from frontend.topology import Facts, LaunchConfig
 
 def summary(launch: LaunchConfig, facts: Facts, seconds: float) -> str:
     """Address, a curl line, what was chosen, and where the time of the start went."""
-    url = public_url(facts)
+    url = facts["frontend"].facts["url"]
     known: dict[str, Any] = {}
     for ready in facts.values():
         known |= ready.facts
@@ -27,14 +27,6 @@ def summary(launch: LaunchConfig, facts: Facts, seconds: float) -> str:
         "Ctrl-C stops it.",
     ]
     return "\n".join(lines)
-
-
-def public_url(facts: Facts) -> str:
-    """Where a client on this machine reaches the server."""
-    frontend = facts["frontend"].facts
-    host, port = frontend["host"], frontend["port"]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def chosen(known: dict[str, Any]) -> list[tuple[str, str]]:
