@@ -26,7 +26,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def choose_num_blocks(config: EngineConfig, spec: AttentionSpec, max_model_len: int) -> tuple[int, int]:
-    """Blocks of the KV pool and the context length it allows: (num_blocks, max_model_len).
+    """Blocks of the KV pool, with the unused block 0, and the context length it allows: (num_blocks, max_model_len).
 
     Without --kv-tokens the pool takes its share of the free memory, but never more than all requests at full length
     need. Without --max-model-len a pool too small for the model's whole context shortens it.
@@ -34,9 +34,7 @@ def choose_num_blocks(config: EngineConfig, spec: AttentionSpec, max_model_len: 
     block_bytes = spec.kv_bytes_per_token * spec.block_size
     free = _free_bytes(spec.device)
     if config.kv_tokens is not None:
-        blocks = config.kv_tokens // spec.block_size
-        if blocks < 1:
-            raise UserError(f"--kv-tokens {config.kv_tokens} is less than one block of {spec.block_size} tokens")
+        blocks = -(-config.kv_tokens // spec.block_size)
         if blocks * block_bytes > free:
             raise UserError(
                 f"--kv-tokens {config.kv_tokens} needs {blocks * block_bytes / GIB:.1f} GiB, but only "
@@ -53,13 +51,13 @@ def choose_num_blocks(config: EngineConfig, spec: AttentionSpec, max_model_len: 
             )
     capacity = blocks * spec.block_size
     if capacity >= max_model_len:
-        return blocks, max_model_len
+        return blocks + 1, max_model_len
     if config.max_model_len is not None:
         raise UserError(
             f"the KV pool of {capacity} tokens cannot hold one request of --max-model-len {max_model_len}; raise "
             f"{'--kv-tokens' if config.kv_tokens is not None else _share_flag(spec.device)} or lower --max-model-len"
         )
-    return blocks, capacity
+    return blocks + 1, capacity
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -167,12 +167,13 @@ def _attention_spec(model: ModelConfig, block_size: int, dtype: torch.dtype, dev
 
 def _warm_up(runner: ModelRunner, config: EngineConfig, num_blocks: int) -> None:
     """A prompt chunk and a decode step: compiles kernels, touches the weights, finds an out-of-memory early."""
-    count = max(1, min(config.max_num_batched_tokens, 32, num_blocks * config.block_size - 1))
-    request = Request(-1, [0] * count, SamplingParams(temperature=0.0), block_ids=list(range(num_blocks)), slot=0)
+    room = (num_blocks - 1) * config.block_size
+    count = max(1, min(config.max_num_batched_tokens, 32, room - 1))
+    request = Request(-1, [0] * count, SamplingParams(temperature=0.0), block_ids=list(range(1, num_blocks)), slot=0)
     with _out_of_memory("a step", "lower --max-num-batched-tokens or --kv-tokens"):
         tokens = runner.launch(StepPlan((ScheduledRow(request, 0, count, True),), num_tokens=count)).wait()
         request.output_ids += tokens.token_ids
-        if count + 1 <= num_blocks * config.block_size:
+        if count < room:
             runner.launch(StepPlan((ScheduledRow(request, count, 1, True),), num_tokens=1)).wait()
     runner.release(request)
 
