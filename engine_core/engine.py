@@ -1,0 +1,259 @@
+"""The engine: requests in, one `StepOutput` per step out. Synchronous, single-threaded, no processes, no tensors.
+
+Every request given to `add` ends in exactly one `Finished`, in the output of a later `step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from engine_core.limits import Limits
+from engine_core.outcome import Committed, Ending
+from engine_core.plan import InFlight, ModelFacts, Runner, StepPlan, StepTokens
+from engine_core.request import Request
+from engine_core.scheduler import Scheduler
+from engine_core.tombstones import Tombstones
+from ipc.codec import pack_ids, pack_request_ids, unpack_ids
+from ipc.config import EngineConfig
+from ipc.messages import EngineStats, Error, Finished, Generate, Opened, StepOutput
+
+logger = logging.getLogger(__name__)
+
+# After this many failed steps in a row the device or the model is broken, not the requests.
+MAX_FAILED_STEPS = 3
+
+
+class Engine:
+    """`depth` is how many steps may be in flight: with 2, step N+1 is planned and launched before N is awaited.
+
+    `clock` gives CLOCK_MONOTONIC nanoseconds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        facts: ModelFacts,
+        config: EngineConfig,
+        *,
+        depth: int = 1,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.facts = facts
+        self.scheduler = Scheduler(Limits.of(config, facts), runner.release, clock)
+        self._runner = runner
+        self._depth = depth
+        self._clock = clock
+        self._in_flight: deque[tuple[StepPlan, InFlight]] = deque()
+        self.broken = ""  # why the engine cannot go on
+        self._requests: dict[int, Request] = {}
+        self._finished: list[Finished] = []  # ended since the last step
+        self._early_aborts = Tombstones()
+        self._seeds = random.Random(config.seed)
+        self._step = self._aborts = self._failed_steps = 0
+        self._step_seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._in_flight or self._finished or self.scheduler.has_work)
+
+    def add(self, message: Generate) -> None:
+        """Take a request in. What is wrong with it is told by its `Finished`, never by an exception."""
+        if message.request_id in self._requests:
+            logger.error("request id %d is in use: the newcomer is dropped", message.request_id)
+            return
+        try:
+            prompt_ids = unpack_ids(message.prompt_ids)
+        except ValueError as error:
+            self._refuse(message, 0, Error(status=400, message=f"prompt token ids: {error}", param="prompt"))
+            return
+        if self._early_aborts.take(message.request_id):
+            self._refuse(message, len(prompt_ids), None)
+            return
+        if self.broken:
+            self._refuse(message, len(prompt_ids), Error(status=500, message=self.broken, type="server_error"))
+            return
+        request = self._make_request(message, prompt_ids)
+        refusal = self.scheduler.add(request)
+        if refusal is None:
+            self._requests[request.request_id] = request
+        else:
+            self._refuse(message, len(prompt_ids), refusal)
+
+    def abort(self, request_ids: Iterable[int], *, stop_string: bool = False) -> None:
+        """End these requests. One that has not come yet will be ended when it does; one that has ended is left alone.
+
+        `stop_string`: their text is complete, so this is a normal end.
+        """
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._aborts += not stop_string
+                self._end(self.scheduler.end(request, "stop" if stop_string else "abort"))
+            elif not stop_string:  # a stop string is found in a token, so that request has come and gone
+                self._early_aborts.add(request_id)
+
+    def abort_all(self) -> None:
+        self.abort(list(self._requests))
+
+    def step(self) -> StepOutput:
+        """Decide, launch, commit the oldest step in flight.
+
+        A step whose runner raises ends its requests with an error and leaves the others alone. After
+        `MAX_FAILED_STEPS` such steps in a row all requests are ended, and `broken` says why.
+        """
+        began = self._clock()
+        plan, tokens = self._run()
+        output = self._output(self.scheduler.commit(plan, tokens) if plan.rows else Committed())
+        self._step_seconds = (self._clock() - began) / 1e9
+        return output
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        return EngineStats(
+            step=self._step,
+            running=scheduler.num_running,
+            waiting=len(scheduler.waiting),
+            kv_blocks_total=pool.total,
+            kv_blocks_free=pool.num_free,
+            kv_blocks_cached=pool.num_cached,
+            prompt_tokens=scheduler.prompt_tokens,
+            output_tokens=scheduler.output_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            aborts=self._aborts,
+            step_seconds=self._step_seconds if self.has_work else 0.0,
+        )
+
+    # --- inside a step --------------------------------------------------------------------------------------------
+
+    def _run(self) -> tuple[StepPlan, StepTokens]:
+        """Fill the pipeline and await its oldest step. A plan without rows: there was nothing to do, or it failed."""
+        while len(self._in_flight) < self._depth:
+            plan = self.scheduler.schedule()
+            if not plan.rows:
+                break
+            self._in_flight.append((plan, self._launch(plan)))
+        if not self._in_flight:
+            return StepPlan(()), StepTokens([])
+        plan, in_flight = self._in_flight.popleft()
+        try:
+            tokens = in_flight.wait()
+        except Exception as error:
+            self._abandon(plan, error)
+            return StepPlan(()), StepTokens([])
+        self._failed_steps = 0
+        return plan, tokens
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            return _FailedLaunch(error)  # told in its turn, after the steps before it
+
+    def _abandon(self, plan: StepPlan, error: Exception) -> None:
+        """The runner raised. Which row is to blame cannot be told, nor what the steps launched since have read: all
+        in flight end here."""
+        logger.error("a step failed, %d more in flight are given up", len(self._in_flight), exc_info=error)
+        for _, in_flight in self._in_flight:
+            with contextlib.suppress(Exception):
+                in_flight.wait()  # its blocks must not be given to others while the device still writes to them
+        plans = [plan, *(later for later, _ in self._in_flight)]
+        self._in_flight.clear()
+        reason = f"the engine failed: {type(error).__name__}: {error}"
+        what = Error(status=500, message=reason, type="server_error")
+        for lost in plans:
+            for ending in self.scheduler.abandon(lost, what):
+                self._end(ending)
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self.broken = f"{self._failed_steps} steps failed in a row, the last one so: {reason}"
+            for request in list(self._requests.values()):
+                self._end(self.scheduler.end(request, "error", what))
+
+    def _make_request(self, message: Generate, prompt_ids: list[int]) -> Request:
+        seed = message.sampling.seed
+        return Request(
+            request_id=message.request_id,
+            prompt_ids=prompt_ids,
+            sampling=message.sampling,
+            eos_token_ids=self.facts.eos_token_ids.union(message.eos_token_ids),
+            frontend=message.frontend,
+            priority=message.priority,
+            arrival=message.arrival,
+            cache_salt=message.cache_salt,
+            text=message.text,
+            seed=self._seeds.getrandbits(63) if seed is None else seed,
+        )
+
+    def _refuse(self, message: Generate, num_prompt_tokens: int, error: Error | None) -> None:
+        self._finished.append(
+            Finished(
+                request_id=message.request_id,
+                frontend=message.frontend,
+                reason="abort" if error is None else "rejected",
+                num_prompt_tokens=num_prompt_tokens,
+                num_output_tokens=0,
+                error=error,
+            )
+        )
+
+    def _end(self, ending: Ending) -> None:
+        request = ending.request
+        del self._requests[request.request_id]
+        self._finished.append(
+            Finished(
+                request_id=request.request_id,
+                frontend=request.frontend,
+                reason=ending.reason,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=len(request.output_ids),
+                num_cached_tokens=request.num_cached_tokens,
+                stop_token=ending.stop_token,
+                stop_token_is_eos=ending.stop_token in request.eos_token_ids,
+                error=ending.error,
+            )
+        )
+
+    def _output(self, done: Committed) -> StepOutput:
+        for ending in done.ended:
+            self._end(ending)
+        finished, self._finished = self._finished, []
+        self._step += 1
+        return StepOutput(
+            step=self._step,
+            request_ids=pack_request_ids([request.request_id for request in done.requests]),
+            token_ids=pack_ids(done.token_ids),
+            opened=[_opened(request) for request in done.opened],
+            logprobs=done.logprobs,
+            prompt_logprobs=[request.prompt_logprobs for request in done.opened if request.prompt_logprobs],
+            finished=finished,
+        )
+
+
+class _FailedLaunch:
+    """In the place of a step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepTokens:
+        raise self._error
+
+
+def _opened(request: Request) -> Opened:
+    return Opened(
+        request_id=request.request_id,
+        frontend=request.frontend,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        queued=max(0, request.first_scheduled - request.arrival),
+        text=request.text,
+    )
