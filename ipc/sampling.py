@@ -86,6 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _token_list("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise BoundError("allowed_token_ids", [], "a non-empty list")
+        stop: object = self.stop
+        if isinstance(stop, str):  # its characters would pass for a list of strings
+            raise BoundError("stop", stop, "a list of strings")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise BoundError("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
