@@ -187,8 +187,10 @@ def _file(config: str | None, environ: Mapping[str, str]) -> tuple[dict[str, Any
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    # Without the prefix that all variables share, or everything would look alike.
+    tails = {other.removeprefix(ENV_PREFIX): other for other in known}
+    close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), tails, n=1, cutoff=0.5)
+    return f"; did you mean {tails[close[0]]}?" if close else ""
 
 
 def _convert(opt: Option, value: Any, source: str, strict: bool) -> Any:

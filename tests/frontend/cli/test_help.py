@@ -1,0 +1,68 @@
+"""Help is quick, complete and short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from frontend.cli.app import COMMANDS, GROUP
+from frontend.cli.settings import OPTIONS
+
+HEAVY = {"torch", "tokenizers", "transformers", "numba", "numpy", "huggingface_hub", "zmq", "rich", "prompt_toolkit"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    program = (
+        "import sys, json\n"
+        f"sys.argv = ['gapless', *{words!r}]\n"
+        "from frontend.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout
+    loaded = set(json.loads(done.stderr))
+    assert "click" in loaded
+    assert not loaded & HEAVY
+
+
+def test_top_level_help_fits_a_small_terminal() -> None:
+    shown = CliRunner().invoke(GROUP, ["--help"], terminal_width=80)
+    assert shown.exit_code == 0
+    assert len(shown.output.splitlines()) <= 24
+    for name in COMMANDS:
+        assert f"  {name}" in shown.output
+
+
+def test_serve_help_fits_a_screen_and_lists_each_setting_in_its_group() -> None:
+    shown = CliRunner().invoke(GROUP, ["serve", "--help"], terminal_width=80)
+    lines = shown.output.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 100
+    for opt in OPTIONS.values():
+        if opt.part in ("engine", "text", "server"):
+            group = lines.index(f"{opt.group}:")
+            name = opt.flags[0].removeprefix("--enable-").removeprefix("--")
+            assert any(name in line for line in lines[group:]), opt.key
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_says_what_it_does(name: str) -> None:
+    shown = CliRunner().invoke(GROUP, [name, "--help"])
+    assert shown.exit_code == 0
+    assert shown.output.startswith(f"Usage: gapless {name}")
+
+
+def test_a_misspelt_command_and_a_misspelt_flag_name_the_nearest() -> None:
+    command = CliRunner().invoke(GROUP, ["serv"])
+    assert command.exit_code == 2
+    assert "did you mean serve?" in command.output
+    flag = CliRunner().invoke(GROUP, ["serve", "--max-num-seq", "3"])
+    assert flag.exit_code == 2
+    assert "--max-num-seqs" in flag.output
