@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize as gguf_dequantize
 
 UInt8Array = npt.NDArray[np.uint8]
 Float32Array = npt.NDArray[np.float32]
+CACHED_VALUES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +42,17 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         return self.data.nbytes
 
-    def dequantize(self) -> Float32Array:
-        """The values, float32 [rows, columns]."""
-        values: Float32Array = gguf_dequantize(self.data, self.ggml_type)
-        return values
+    def dequantize(self, out: Float32Array | None = None) -> Float32Array:
+        """The values, float32 [rows, columns]; written into `out` if it is given."""
+        rows, columns = self.shape
+        if out is None:
+            out = np.empty(self.shape, np.float32)
+        # Pieces that stay in the cache: three times as fast as all rows at once, or as few rows at a time.
+        dequantize_rows = getattr(quants, self.ggml_type.name).dequantize_rows
+        step = max(1, CACHED_VALUES // columns)
+        for start in range(0, rows, step):
+            out[start : start + step] = dequantize_rows(self.data[start : start + step])
+        return out
 
     def take_rows(self, index: npt.NDArray[np.integer[Any]] | slice) -> QuantizedWeight:
         """The rows `index`, in that order, still quantized."""
@@ -71,7 +79,12 @@ def dense(parts: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> 
     out = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=device)
     start = 0
     for part in parts:
-        values = part if isinstance(part, torch.Tensor) else torch.from_numpy(part.dequantize())
-        out[start : start + part.shape[0]].copy_(values)
+        target = out[start : start + part.shape[0]]
+        if isinstance(part, torch.Tensor):
+            target.copy_(part)
+        elif dtype == torch.float32 and device.type == "cpu":
+            part.dequantize(target.numpy())
+        else:
+            target.copy_(torch.from_numpy(part.dequantize()))
         start += part.shape[0]
     return out
