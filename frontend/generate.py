@@ -6,11 +6,12 @@ import asyncio
 
 from frontend.backend import Backend
 from frontend.errors import from_error
-from frontend.handle import Handle
+from frontend.handle import Event, Handle
 from frontend.http import ABORT, HeaderList, Receive, Scope, Send, respond
 from frontend.openai.answer import Choice, Identity, body, failure
 from frontend.openai.job import Job
 from frontend.stream import HEADERS, Chunks, error_events
+from ipc.messages import Error
 
 _JSON = (b"content-type", b"application/json")
 
@@ -62,7 +63,7 @@ class Generator:
             events = await handle.next()
             if not events:
                 return 200 if started else None
-            error = next((found for event in events if (found := failure(event)) is not None), None)
+            failed_at, error = first_failure(events)
             if not started:
                 # Headers wait for the first event, so that a refusal by the tokenizer or the engine is a real 4xx.
                 if error is not None:
@@ -70,12 +71,22 @@ class Generator:
                 started = True
                 headers: HeaderList = [*HEADERS, _request_id(identity)]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            data = error_events(error) if error is not None else chunks.render(events)
+            data = chunks.render(events[:failed_at])
+            if error is not None:
+                data += error_events(error)
             more = error is None and not chunks.finished
             if data or not more:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 return 200
+
+
+def first_failure(events: list[Event]) -> tuple[int, Error | None]:
+    """Where in `events` the whole HTTP request fails, and why; their length and None if it does not."""
+    for at, event in enumerate(events):
+        if (error := failure(event)) is not None:
+            return at, error
+    return len(events), None
 
 
 def _request_id(identity: Identity) -> tuple[bytes, bytes]:

@@ -77,6 +77,7 @@ class Fake:
     def __init__(self, endpoints: Endpoints) -> None:
         self.submits: deque[Submit] = deque()
         self.aborts: deque[int] = deque()
+        self.beating = True  # the engine's heartbeat
         self._aborted: set[int] = set()
         self._frontend = Sender(endpoints.frontends[0])
         self._sending = threading.Lock()
@@ -122,7 +123,9 @@ class Fake:
         while not self._stop.is_set():
             for message in receiver.drain():
                 handle(message)
-            receiver.wait(1.0)
+            receiver.wait(0.5)
+            if self.beating and receiver is self._engine:
+                self.send(stats())
 
     def _on_engine(self, message: EngineMessage) -> None:
         if isinstance(message, Abort):
@@ -158,6 +161,7 @@ class Fake:
                 self._row(request_id, "", 0, ended=Ended("rejected", Usage(600, 0), error=error))
         elif text == "/fail-late":
             self._row(submit.request_ids[0], "partial", 1, opened=True)
+            time.sleep(0.2)
             self._row(submit.request_ids[0], "", 0, ended=Ended("error", Usage(3, 1), error=Error(500, "NaN in a row")))
         elif text in ("/endless", "/flood"):
             threading.Thread(target=self._endless, args=(submit, text == "/flood"), daemon=True).start()
