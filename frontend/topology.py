@@ -36,7 +36,7 @@ from ipc.runtime import LOG_LEVEL_ENV
 from ipc.supervisor import ProcessFailed, Supervisor
 
 # What the frontend needs to end after its own grace is over.
-_GRACE_MARGIN_S = 3.0
+_GRACE_MARGIN_S = 5.0
 
 BuildSpecs = Callable[[RunDirectory], Sequence[ProcessSpec]]
 
@@ -153,7 +153,7 @@ class Server:
     @property
     def url(self) -> str:
         """Address of the HTTP server, without a slash at the end."""
-        return str(self.facts["frontend"].facts["url"])
+        return server_url(self.facts)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -205,6 +205,13 @@ class Server:
         self._settled.set()
 
 
+def server_url(ready: Facts) -> str:
+    """Where a client on this host reaches the server, without a slash at the end."""
+    facts = ready["frontend"].facts
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(facts["host"], facts["host"])
+    return f"http://[{host}]:{facts['port']}" if ":" in host else f"http://{host}:{facts['port']}"
+
+
 def print_output(name: str, line: str) -> None:
     """What children write, on this process's stderr."""
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone must not keep us from stopping them
@@ -244,4 +251,14 @@ def _fields(options: msgspec.Struct) -> dict[str, Any]:
     return msgspec.structs.asdict(options)
 
 
-__all__ = ["Facts", "LaunchConfig", "ProcessFailed", "Server", "endpoints", "print_output", "process_specs", "serve"]
+__all__ = [
+    "Facts",
+    "LaunchConfig",
+    "ProcessFailed",
+    "Server",
+    "endpoints",
+    "print_output",
+    "process_specs",
+    "serve",
+    "server_url",
+]

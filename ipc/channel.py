@@ -56,6 +56,8 @@ class Receiver(Generic[T]):
         os.set_blocking(self._wake_write, False)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # With a bound, ZeroMQ loses what a peer wrote just before it closed whenever the queue is full at that moment.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)  # beyond it ZeroMQ cuts the peer off without reading on
         try:
             self._socket.bind(address)
