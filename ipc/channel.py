@@ -29,6 +29,7 @@ T = TypeVar("T")
 _PREFIX = "ipc://"
 _MAX_PATH = 107  # sockaddr_un holds 108 bytes, one of them the terminator
 _DROP_LOG_INTERVAL_S = 10.0
+_LINGER_MS = 1000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 10, 200
 
 
@@ -170,7 +171,7 @@ class Sender:
         self._max_bytes = max_bytes
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also when it is closed by the garbage collector
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._socket.connect(address)
@@ -182,8 +183,8 @@ class Sender:
             raise MessageTooLarge(f"{type(message).__name__} has {len(data)} bytes, the limit is {self._max_bytes}")
         self._socket.send(data, zmq.NOBLOCK)
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close, leaving ZeroMQ `linger_s` seconds to deliver what is queued; does not wait (see `flush`)."""
+    def close(self, linger_s: float = _LINGER_MS / 1000) -> None:
+        """Close; ZeroMQ has `linger_s` to deliver what is queued. Does not wait (see `flush`). Idempotent."""
         if not self._socket.closed:
             self._socket.close(linger=round(linger_s * 1000))
 

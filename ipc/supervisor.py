@@ -80,7 +80,7 @@ class Supervisor:
         try:
             self._start()
             if not self._stop_requests:
-                self._tell_clients(_model_ready(self._ready))
+                self._tell_clients(self._model_ready())
                 on_ready(self._ready)
             while not self._stop_requests:
                 self._tick(None)
@@ -91,7 +91,7 @@ class Supervisor:
         """Release sockets and pipes. After it `request_stop` must not be called, nor `wake_fd` be in use."""
         self._inbox.close()
         for outbox in self._outboxes.values():
-            outbox.close()
+            outbox.close(linger_s=0.0)  # nobody is left to read it
         os.close(self._alive_write)
         os.close(self._alive_read)
 
@@ -196,10 +196,11 @@ class Supervisor:
                 child.kill()
             self._tick(max(left, 0.0))
 
-
-def _model_ready(ready: Facts) -> ModelReady:
-    facts: dict[str, Any] = {}
-    for message in ready.values():
-        facts |= message.facts
-    facts["seconds"] = {name: message.seconds for name, message in ready.items()}
-    return ModelReady(max_model_len=facts.get("max_model_len", 0), vocab_size=facts.get("vocab_size", 0), facts=facts)
+    def _model_ready(self) -> ModelReady:
+        facts: dict[str, Any] = {}
+        for spec in self._specs:
+            facts |= self._ready[spec.name].facts
+        facts["seconds"] = {name: message.seconds for name, message in self._ready.items()}
+        return ModelReady(
+            max_model_len=facts.get("max_model_len", 0), vocab_size=facts.get("vocab_size", 0), facts=facts
+        )
