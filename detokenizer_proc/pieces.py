@@ -83,9 +83,9 @@ def special_ids(tokenizer: Tokenizer, strings: list[str | None]) -> frozenset[in
 
 def build_pieces(tokenizer: Tokenizer, strings: list[str | None]) -> Pieces | None:
     """The table of a tokenizer, or None if its decoder is of a kind that cannot be tabulated."""
-    decoder: dict[str, Any] | None = json.loads(tokenizer.to_str())["decoder"]
-    if decoder is None:
+    if tokenizer.decoder is None:
         return StringPieces(strings, [None if s is None else " " + s for s in strings], {})
+    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -105,11 +105,11 @@ def byte_alphabet() -> dict[str, int]:
 def _byte_level(strings: list[str | None]) -> BytePieces:
     alphabet = byte_alphabet()
     to_latin = str.maketrans({char: chr(byte) for char, byte in alphabet.items()})
-    chars = alphabet.keys()
+    encoded = re.compile(f"[{re.escape(''.join(alphabet))}]*").fullmatch
 
     def piece(string: str) -> bytes:
         # A token with any other character is an added token in plain text.
-        return string.translate(to_latin).encode("latin-1") if chars >= set(string) else string.encode()
+        return string.translate(to_latin).encode("latin-1") if encoded(string) else string.encode()
 
     return BytePieces.of([b"" if string is None else piece(string) for string in strings])
 

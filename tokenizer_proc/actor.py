@@ -1,0 +1,108 @@
+"""The tokenizer as an actor: Submit becomes Generate, Encode and Decode are answered. State is the model's text side.
+
+Whatever is wrong with a message, its sender gets an answer that says so, and the next message is handled.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+import msgspec
+
+from ipc.actor import Envelope
+from ipc.channel import frontend_key
+from ipc.messages import Decode, Decoded, Encode, Encoded, Error, Generate, Rejected, Shutdown, Submit, TokenizerMessage
+from ipc.sampling import BoundError, SamplingParams
+from tokenizer_proc.encode import check_ids, encode_prompt, from_bytes, text_spec, to_bytes
+from tokenizer_proc.errors import PromptError
+from tokenizer_proc.model import TextModel
+
+log = logging.getLogger(__name__)
+
+_SEED_RANGE = 2**64
+
+
+class TokenizerActor:
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+
+    def handle(self, batch: list[TokenizerMessage]) -> list[Envelope]:
+        return [envelope for message in batch for envelope in self._handle(message)]
+
+    def _handle(self, message: TokenizerMessage) -> list[Envelope]:
+        match message:
+            case Submit():
+                return self._submit(message)
+            case Encode():
+                return [(frontend_key(message.frontend), self._encode(message))]
+            case Decode():
+                return [(frontend_key(message.frontend), self._decode(message))]
+            case Shutdown():  # the driver's
+                return []
+            case _:
+                assert_never(message)
+
+    def _submit(self, submit: Submit) -> list[Envelope]:
+        try:
+            return [("engine", generate) for generate in self._generates(submit)]
+        except Exception as error:
+            answer = Rejected(request_ids=submit.request_ids, error=_explained(error))
+            return [(frontend_key(submit.frontend), answer)]
+
+    def _generates(self, submit: Submit) -> list[Generate]:
+        model, sampling = self._model, submit.sampling
+        sampling.check_vocabulary(model.vocab_size)
+        ids = encode_prompt(model, submit.prompt)
+        echo = None
+        if submit.echo:
+            echo = model.tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+        prompt_ids, text = to_bytes(ids), text_spec(model, ids, sampling, echo)
+        return [
+            Generate(
+                request_id=request_id,
+                frontend=submit.frontend,
+                prompt_ids=prompt_ids,
+                sampling=_choice(sampling, index),
+                arrival=submit.arrival,
+                eos_token_ids=model.eos_token_ids,
+                priority=submit.priority,
+                cache_salt=submit.cache_salt,
+                text=text,
+            )
+            for index, request_id in enumerate(submit.request_ids)
+        ]
+
+    def _encode(self, call: Encode) -> Encoded:
+        try:
+            ids = encode_prompt(self._model, call.prompt)
+            tokens = [self._model.tokenizer.id_to_token(token) or "" for token in ids]
+            return Encoded(call_id=call.call_id, ids=to_bytes(ids), tokens=tokens)
+        except Exception as error:
+            return Encoded(call_id=call.call_id, error=_explained(error))
+
+    def _decode(self, call: Decode) -> Decoded:
+        try:
+            ids = from_bytes(call.ids)
+            check_ids(ids, self._model.vocab_size, "tokens")
+            text = self._model.tokenizer.decode(ids, skip_special_tokens=call.skip_special_tokens)
+            return Decoded(call_id=call.call_id, text=text)
+        except Exception as error:
+            return Decoded(call_id=call.call_id, error=_explained(error))
+
+
+def _choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Choices of one prompt with the same seed would be the same answer: choice i gets seed + i."""
+    if index == 0 or sampling.seed is None:
+        return sampling
+    seed = (sampling.seed + index + _SEED_RANGE // 2) % _SEED_RANGE - _SEED_RANGE // 2  # stays in int64
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+def _explained(error: Exception) -> Error:
+    if isinstance(error, PromptError):
+        return error.error
+    if isinstance(error, BoundError):
+        return Error(400, str(error), param=error.field, code="invalid_value")
+    log.error("a message failed in the tokenizer", exc_info=error)
+    return Error(500, "the tokenizer failed on this request", "server_error", code="tokenizer_error")
