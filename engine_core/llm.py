@@ -1,0 +1,243 @@
+"""The engine as a library: `LLM` runs it in the caller's thread, with no other process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from engine_core.collect import Collector, stream_output
+from engine_core.options import make_config, resolve_path
+from engine_core.outputs import EngineError, RequestOutput, StreamOutput
+from engine_core.progress import BatchProgress, load_progress
+from engine_core.prompts import (
+    EncodedPrompt,
+    Message,
+    Prompt,
+    as_conversations,
+    as_params,
+    as_prompts,
+    encode_any,
+    encode_chat,
+    encode_prompt,
+    wants_text,
+)
+from engine_core.session import Delta, Session
+from engine_core.text_side import TextSide
+from ipc.messages import ChatPrompt, EngineStats, TextPrompt
+from ipc.sampling import SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A loaded model.
+
+    `model`: a .gguf file, a directory in Hugging Face layout, an alias or a hub id. `options`: the fields of
+    `ipc.config.EngineOptions`. `chat_template`: a Jinja file instead of the model's. `progress` shows progress bars,
+    on a terminal only.
+
+    Several threads may use one `LLM`; their requests are batched. Close it, or use it as a context manager.
+
+    Raises ValueError naming the field, the value and the bound, or what is wrong with the model.
+    """
+
+    def __init__(self, model: str, *, chat_template: str | None = None, progress: bool = True, **options: Any) -> None:
+        from engine_core.build import build_engine
+
+        with load_progress(progress) as report:
+            path = resolve_path(model, report)
+            engine = build_engine(make_config(path, options), report)
+        self.facts = engine.facts
+        self._progress = progress
+        self._text = TextSide(path, chat_template)
+        self._session = Session(engine, self._text)
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # --- whole answers --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all `prompts` (a text, a list of token ids, or a list of those), in their order.
+
+        `params` is one for all, or one for each. A prompt that fails inside the engine fails alone: its choices have
+        the finish reason "error". The answers to prompts of ids are decoded only if their `text` is read.
+
+        Raises ValueError if any prompt or parameter is out of bounds; nothing is left running then.
+        """
+        given = as_prompts(prompts)
+        names = [f"prompts[{index}]" for index in range(len(given))] if len(given) > 1 else ["prompts"]
+        encoded = [encode_prompt(self._text, prompt, name) for prompt, name in zip(given, names, strict=True)]
+        return self._run(encoded, params, priority, cache_salt, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or a list of them, rendered with the model's chat template."""
+        encoded = [
+            encode_chat(
+                self._text,
+                ChatPrompt(
+                    messages=conversation,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    template_kwargs=template_kwargs or {},
+                ),
+            )
+            for conversation in as_conversations(messages)
+        ]
+        return self._run(encoded, params, priority, cache_salt, progress)
+
+    # --- piece by piece -------------------------------------------------------------------------------------------
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, text: bool = True
+    ) -> Iterator[StreamOutput]:
+        """The answer to one text, list of token ids, or conversation, as it is made.
+
+        Closing the iterator ends the request. `text=False` streams token ids alone.
+
+        Raises ValueError as `generate` does, and EngineError (while iterating) if the request fails.
+        """
+        encoded = encode_any(self._text, prompt)
+        sampling = as_params(params, 1)[0]
+        return self._stream(encoded, sampling, text or wants_text(encoded, sampling))
+
+    # --- conveniences ---------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, as a prompt would get them."""
+        return self._text.encode(TextPrompt(text, add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._text.decode(ids, (), skip_special_tokens)
+
+    def stats(self) -> EngineStats:
+        """Requests and KV blocks as they are now."""
+        with self._lock:
+            return self._session.engine.stats()
+
+    def close(self) -> None:
+        """End all requests. The memory is given back when the object goes."""
+        with self._exclusive():
+            self._closed = True
+            self._session.abort_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: list[EncodedPrompt],
+        params: Params,
+        priority: int,
+        cache_salt: str,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        collectors: list[Collector] = []
+        try:
+            for prompt, sampling in zip(prompts, as_params(params, len(prompts)), strict=True):
+                with_text = wants_text(prompt, sampling)
+                collector = Collector(prompt, sampling, self._text, with_text)
+                collectors.append(collector)
+                with self._exclusive():
+                    collector.request_ids = self._session.open(
+                        prompt.ids,
+                        sampling,
+                        collector.add,
+                        with_text=with_text,
+                        priority=priority,
+                        cache_salt=cache_salt,
+                    )
+            with BatchProgress(len(collectors), self._progress if progress is None else progress) as bar:
+                for collector in collectors:
+                    while not collector.done:
+                        self._step()
+                        bar.update(collectors)
+            return [collector.output() for collector in collectors]
+        finally:
+            self._abort([request_id for collector in collectors for request_id in collector.request_ids])
+
+    def _stream(self, prompt: EncodedPrompt, sampling: SamplingParams, with_text: bool) -> Iterator[StreamOutput]:
+        deltas: deque[Delta] = deque()
+        request_ids: list[int] = []
+        unfinished = sampling.n
+        try:
+            with self._exclusive():
+                request_ids = self._session.open(prompt.ids, sampling, deltas.append, with_text=with_text)
+            while unfinished:
+                while not deltas:
+                    self._step()
+                delta = deltas.popleft()
+                unfinished -= delta.ended is not None
+                yield stream_output(delta)
+        finally:
+            self._abort(request_ids)
+
+    def _step(self) -> None:
+        with self._exclusive():
+            if not self._session.has_work:
+                raise EngineError("the LLM was closed while requests were running")
+            self._session.step()
+
+    def _abort(self, request_ids: list[int]) -> None:
+        with self._exclusive(closing=True):
+            self._session.abort(request_ids)
+
+    @contextmanager
+    def _exclusive(self, closing: bool = False) -> Iterator[None]:
+        """The session for this thread alone, and Ctrl-C only after it: a step is never left half done."""
+        with self._lock, deferred_interrupts():
+            if self._closed and not closing:
+                raise EngineError("the LLM is closed")
+            yield
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the block, not inside it."""
+    default = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+    pressed = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+        if pressed:
+            raise KeyboardInterrupt
