@@ -92,6 +92,8 @@ class Fake:
             thread.start()
 
     def close(self) -> None:
+        if self._stop.is_set():
+            return
         self._stop.set()
         for receiver in (self._tokenizer, self._engine):
             receiver.wake()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend.topology import LaunchConfig, process_specs, server_url
+from frontend.topology import LaunchConfig, process_specs
 from ipc.config import (
     DetokenizerProcessConfig,
     EngineOptions,
@@ -77,16 +77,3 @@ def test_each_process_is_stopped_at_the_inbox_it_binds(run_dir: RunDirectory) ->
     ]
     assert len({ends.supervisor, *(spec.address for spec in specs)}) == 5
     assert specs[0].stop_grace_s > LAUNCH.grace_seconds
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("0.0.0.0", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
-        ("fe80::2", "http://[fe80::2]:80"),
-    ],
-)
-def test_the_url_is_one_that_a_client_can_use(host: str, url: str) -> None:
-    assert server_url({"frontend": Ready(name="frontend", pid=1, facts={"host": host, "port": 80})}) == url

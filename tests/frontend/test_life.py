@@ -1,0 +1,308 @@
+"""Clients that leave, clients that do not read, processes that die, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ipc.codec import pack_request_ids
+from ipc.messages import Deltas, ProcessLost
+from tests.frontend.fake import MAX_MODEL_LEN, TOKENS, VOCAB_SIZE, FakeServer, stats
+
+MakeServer = Callable[..., FakeServer]
+
+
+def body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}], **fields}
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.005)
+
+
+def metric(server: FakeServer, name: str, **labels: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+    found = [
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(f"gapless:{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items())
+    ]
+    return sum(found)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["/hold", "/endless"])
+async def test_a_client_that_leaves_aborts_its_requests(server: FakeServer, stream: bool, prompt: str) -> None:
+    before = len(server.fake.submits)
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        call = asyncio.ensure_future(http.post("/v1/chat/completions", json=body(prompt, stream=stream, n=3)))
+        await asyncio.to_thread(until, lambda: len(server.fake.submits) > before)
+        ids = set(server.fake.last().request_ids)
+        await asyncio.sleep(0.05)
+        assert not ids & set(server.fake.aborts)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert await asyncio.to_thread(server.fake.wait_for_aborts, ids)
+    await asyncio.to_thread(until, lambda: metric(server, "num_requests_in_flight") == 0)
+
+
+def test_many_clients_vanish_in_mid_stream(server: FakeServer) -> None:
+    socks = []
+    request = b'{"messages": [{"role": "user", "content": "/endless"}], "stream": true}'
+    for _ in range(20):
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        sock.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(request)
+            + request
+        )
+        socks.append(sock)
+    for sock in socks:
+        assert b"200 OK" in sock.recv(4096)
+    assert server.backend.idle.is_set() is False
+    for sock in socks:
+        sock.close()
+    until(server.backend.idle.is_set)
+
+
+def test_at_most_one_abort_per_request_and_none_after_its_end(server: FakeServer) -> None:
+    before = len(server.fake.submits)
+    for prompt, stream in (("hi", True), ("hi", False), ("/too-long", True), ("/reject", False)):
+        request = body(prompt, n=2, stream=stream)
+        httpx.post(f"{server.url}/v1/chat/completions", json=request, trust_env=False)
+    time.sleep(0.1)
+    ids = [request_id for submit in list(server.fake.submits)[before:] for request_id in submit.request_ids]
+    assert len(ids) == 8
+    assert not set(ids) & set(server.fake.aborts)
+    assert len(set(server.fake.aborts)) == len(server.fake.aborts)
+
+
+def test_a_failed_choice_aborts_its_siblings(server: FakeServer) -> None:
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body("/fail-late", n=3), trust_env=False)
+    assert response.status_code == 500
+    assert server.fake.wait_for_aborts(set(server.fake.last().request_ids[1:]))
+
+
+def test_a_client_that_does_not_read_is_dropped(make_server: MakeServer) -> None:
+    server = make_server(stream_buffer_bytes=64 * 1024)
+    request = b'{"messages": [{"role": "user", "content": "/flood"}], "stream": true}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(request)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(head + request)
+        until(lambda: server.fake.submits)
+        ids = set(server.fake.last().request_ids)
+        beside = httpx.post(f"{server.url}/v1/chat/completions", json=body("hi"), trust_env=False)
+        assert beside.json()["choices"][0]["message"]["content"] == "".join(TOKENS)
+        assert server.fake.wait_for_aborts(ids, 30)
+        until(server.backend.idle.is_set)
+        sock.settimeout(10)
+        received = 0
+        try:
+            while data := sock.recv(1 << 20):
+                received += len(data)
+        except ConnectionResetError:
+            pass
+        assert received > 0
+
+
+def test_slow_but_reading_clients_are_kept(server: FakeServer) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body("/slow", stream=True), trust_env=False
+    ) as r:
+        text = "".join(r.iter_text())
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_loading_then_ready(make_server: MakeServer) -> None:
+    server = make_server(ready=False)
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/version").status_code == 200
+        assert http.get("/metrics").status_code == 200
+        for method, path in (
+            ("GET", "/ready"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/tokenize"),
+        ):
+            response = http.request(method, path, content=b"{}" if method == "POST" else None)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) > 0
+            assert response.json()["error"]["message"] == "the model is loading"
+        server.fake.ready()
+        server.wait_until_ready()
+        assert http.get("/ready").status_code == 200
+        assert http.get("/v1/models").json()["data"][0]["max_model_len"] == MAX_MODEL_LEN
+        assert http.post("/v1/chat/completions", json=body("hi")).status_code == 200
+
+
+def test_too_many_requests_are_sent_away(make_server: MakeServer) -> None:
+    server = make_server(max_queued_requests=2)
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert http.post("/v1/chat/completions", json=body("hi", n=3)).status_code == 400
+        held = threading.Thread(
+            target=lambda: httpx.post(f"{server.url}/v1/chat/completions", json=body("/hold", n=2), trust_env=False)
+        )
+        held.start()
+        until(lambda: server.fake.submits)
+        response = http.post("/v1/chat/completions", json=body("hi"))
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        assert response.headers["retry-after"] == "1"
+        assert http.post("/tokenize", json={"prompt": "x"}).status_code == 503
+        server.fake.send(ProcessLost(name="engine_core", detail="killed by signal 9"))
+        held.join(10)
+        assert not held.is_alive()
+
+
+def test_ready_needs_a_heartbeat_that_makes_progress(make_server: MakeServer) -> None:
+    server = make_server(stall_seconds=0.3)
+    server.fake.beating = False
+
+    def ready() -> bool:
+        return httpx.get(f"{server.url}/ready", trust_env=False).status_code == 200
+
+    until(lambda: not ready())  # silence
+    server.fake.send(stats(step=7, running=1))
+    until(ready)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:  # beating, busy, and always at the same step
+        server.fake.send(stats(step=7, running=1))
+        time.sleep(0.05)
+    assert not ready()
+    server.fake.send(stats(step=7))  # idle at the same step
+    until(ready)
+    assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+
+
+def test_a_lost_process_ends_every_request_with_an_error(make_server: MakeServer) -> None:
+    server = make_server()
+    answers: dict[str, httpx.Response] = {}
+
+    def call(name: str, prompt: str, stream: bool) -> None:
+        answers[name] = httpx.post(
+            f"{server.url}/v1/chat/completions", json=body(prompt, stream=stream), trust_env=False, timeout=30
+        )
+
+    threads = [
+        threading.Thread(target=call, args=args)
+        for args in (("held", "/hold", False), ("held stream", "/hold", True), ("stream", "/endless", True))
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(server.fake.submits) == 3)
+    time.sleep(0.2)
+    server.fake.send(ProcessLost(name="engine_core", detail="killed by signal 9"))
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    for name in ("held", "held stream"):
+        assert answers[name].status_code == 503
+        assert "engine_core died: killed by signal 9" in answers[name].json()["error"]["message"]
+    *_, error, done, rest = answers["stream"].text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert '"error"' in error
+    assert "killed by signal 9" in error
+    after = httpx.get(f"{server.url}/ready", trust_env=False)
+    assert after.status_code == 503
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body("hi"), trust_env=False).status_code == 503
+
+
+def test_shutdown_lets_answers_finish_and_ends_the_rest(make_server: MakeServer) -> None:
+    server = make_server(grace_seconds=2.0)
+    answers: dict[str, httpx.Response] = {}
+
+    def call(prompt: str) -> None:
+        answers[prompt] = httpx.post(
+            f"{server.url}/v1/chat/completions", json=body(prompt, stream=True), trust_env=False, timeout=30
+        )
+
+    threads = [threading.Thread(target=call, args=(prompt,)) for prompt in ("/slow", "/endless")]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(server.fake.submits) == 2)
+    time.sleep(0.1)
+    server.close()
+    for thread in threads:
+        thread.join(10)
+    assert '"finish_reason":"stop"' in answers["/slow"].text
+    assert answers["/slow"].text.endswith("data: [DONE]\n\n")
+    assert "shutting down" in answers["/endless"].text
+    assert answers["/endless"].text.endswith("data: [DONE]\n\n")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health", trust_env=False)
+
+
+def test_deltas_of_unknown_requests_are_ignored(server: FakeServer) -> None:
+    server.fake.send(Deltas(request_ids=pack_request_ids([2**62, 0, 5]), num_tokens=[1, 1, 1], texts=["a", "b", "c"]))
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body("hi"), trust_env=False).status_code == 200
+
+
+def test_a_body_that_never_comes_is_a_408(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
+    monkeypatch.setattr("frontend.http.BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(10)
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+        answer = b""
+        while data := sock.recv(4096):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+@pytest.fixture
+def metrics(server: FakeServer) -> Iterator[str]:
+    for stream in (True, False):
+        httpx.post(f"{server.url}/v1/chat/completions", json=body("hi", stream=stream), trust_env=False)
+    return httpx.get(f"{server.url}/metrics", trust_env=False).text  # type: ignore[return-value]
+
+
+def test_metrics_have_the_names_people_graph(metrics: str) -> None:
+    for name in (
+        "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_sum",
+        "request_queue_time_seconds_count", "request_prompt_tokens_sum", "request_generation_tokens_sum",
+        "request_success_total", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+        "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total",
+        "generation_tokens_total", "http_responses_total",
+    ):  # fmt: skip
+        assert f"\ngapless:{name}{{" in metrics, name
+
+
+def test_metrics_of_the_engine_and_of_one_answer(make_server: MakeServer) -> None:
+    server = make_server()
+    httpx.post(f"{server.url}/v1/chat/completions", json=body("hi"), trust_env=False)
+    assert metric(server, "kv_cache_usage_perc") == 0.25
+    assert metric(server, "kv_blocks", state="cached") == 15
+    assert metric(server, "prefix_cache_hits_total") == 14
+    assert metric(server, "time_to_first_token_seconds_count") == 1
+    assert metric(server, "inter_token_latency_seconds_count") == len(TOKENS) - 1
+    assert metric(server, "request_queue_time_seconds_sum") == 0.001
+    assert metric(server, "request_generation_tokens_sum") == len(TOKENS)
+    assert metric(server, "request_success_total", finished_reason="stop") == 1
+    assert metric(server, "requests_total") == 1
+    assert metric(server, "http_responses_total", path="/v1/chat/completions", status="200") == 1
+
+
+def test_tokenize_and_detokenize(server: FakeServer) -> None:
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        answer = http.post("/tokenize", json={"prompt": "AB", "return_token_strs": True}).json()
+        assert answer == {"count": 2, "max_model_len": MAX_MODEL_LEN, "tokens": [65, 66], "token_strs": ["A", "B"]}
+        answer = http.post("/tokenize", json=body("AB")).json()
+        assert (answer["tokens"], answer["token_strs"]) == ([65, 66], None)
+        assert http.post("/detokenize", json={"tokens": [65, 66]}).json() == {"prompt": "AB"}
+        assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+        for request in ({}, {"prompt": "x", **body("y")}):
+            assert http.post("/tokenize", json=request).status_code == 400
+        rejected = http.post("/tokenize", json=body("/reject"))
+        assert (rejected.status_code, rejected.json()["error"]["message"]) == (400, "template: no")
+        assert http.post("/detokenize", json={"tokens": [VOCAB_SIZE]}).status_code == 400
