@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from engine_core.layers.embedding import DenseEmbedding, Embedding, QuantizedEmbedding
-from engine_core.layers.linear import DenseLinear, Linear, WeightsMode, make_linear
+from engine_core.layers.linear import Linear, WeightsMode, make_linear
 from engine_core.layers.norm import RMSNorm
 from engine_core.loader.weights import QuantizedWeight, Weight, dense
 from engine_core.models.config import ModelConfig
@@ -73,10 +73,8 @@ class ModelBuilder:
         shape = (self.config.vocab_size, self.config.hidden_size)
         table = self.checkpoint.take(f"{embedding}.weight", shape)
         if self.mode == "none" or not isinstance(table, QuantizedWeight):
-            rows = dense([table], self.dtype, self.device)
-            embed: Embedding = DenseEmbedding(rows)
-            if self.config.tie_embeddings and self.mode == "none":
-                return embed, DenseLinear(rows)
+            table = dense([table], self.dtype, self.device)
+            embed: Embedding = DenseEmbedding(table)
         else:
             embed = QuantizedEmbedding(table, self.dtype)
         if self.config.tie_embeddings:

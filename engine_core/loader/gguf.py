@@ -167,7 +167,7 @@ class _Metadata:
 
 
 def _refuse_unsupported(file: GGUFFile, get: _Metadata) -> None:
-    if file.metadata.get("split.count", 0) > 1:
+    if file.metadata.get("split.count") not in (None, 0, 1):
         raise UserError(f"{file.path} is one of {file.metadata['split.count']} parts; join them with llama-gguf-split")
     for key in ("expert_count", "attention.sliding_window"):
         if get.optional(key):

@@ -76,7 +76,9 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("<I"))
         infos = [self._tensor_info(cursor) for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+        alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self._damaged(f"its alignment is {alignment!r}")
         start = -(-cursor.offset // alignment) * alignment
         for name, ggml_type, shape, offset in infos:
             block, size = GGML_QUANT_SIZES[ggml_type]
@@ -137,6 +139,8 @@ class _Cursor:
     def _array(self) -> list[Any] | None:
         """The items, or None for an array too long to be of interest here."""
         kind, count = self.scalar("<I"), self.scalar("<Q")
+        if kind == ARRAY:
+            raise ValueError("nested arrays")
         if count <= MAX_KEPT_ARRAY:
             return [self.value(kind) for _ in range(count)]
         if kind == STRING:
@@ -144,7 +148,7 @@ class _Cursor:
         elif kind in SCALARS:
             self.take(count * struct.calcsize(SCALARS[kind]))
         else:
-            raise ValueError("nested arrays")
+            raise ValueError(f"unknown value type {kind}")
         return None
 
     def _skip_strings(self, count: int) -> None:

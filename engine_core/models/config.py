@@ -120,9 +120,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
     if activation != "silu":
         raise UserError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
     if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        method = _object(config, "quantization_config").get("quant_method", "unknown")
         raise UserError(f"config.json: weights quantized with {method!r} are not supported; use a GGUF file instead")
     layers = config.get("layer_types") or []
+    if not isinstance(layers, list):
+        raise UserError(f"config.json: layer_types must be a list, got {layers!r}")
     others = sorted({str(kind) for kind in layers} - {"full_attention"})
     window = config.get("sliding_window")
     # Qwen's configs carry a window that is switched off by use_sliding_window.
@@ -137,7 +139,7 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
 
 def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     """Both forms: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = _object(config, "rope_parameters") or _object(config, "rope_scaling")
     theta = _float(scaling, "rope_theta", _float(config, "rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -147,39 +149,37 @@ def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
         raise UserError(f"config.json: RoPE scaling type {kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     if kind == "default":
         return RopeConfig(theta)
-    original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    original = max_position if original is None else int(original)
-    factor = scaling.get("factor")
-    if factor is None and kind == "yarn":
-        factor = max_position / original
-    if factor is None:
-        raise UserError(f"config.json: RoPE scaling of type {kind!r} lacks its 'factor'")
+    original = _int(config, "original_max_position_embeddings", max_position)
+    original = _int(scaling, "original_max_position_embeddings", original)
+    factor = _float(scaling, "factor", max_position / original if kind == "yarn" and original else 0.0)
+    if factor <= 0.0 or original <= 0:
+        raise UserError(
+            f"config.json: RoPE scaling of type {kind!r} has the factor {scaling.get('factor')!r} and the original "
+            f"length {original}; both must be above 0"
+        )
     return RopeConfig(
         theta=theta,
         type=cast(RopeType, kind),
-        factor=float(factor),
+        factor=factor,
         original_max_position=original,
         low_freq_factor=_float(scaling, "low_freq_factor", 1.0),
         high_freq_factor=_float(scaling, "high_freq_factor", 4.0),
         beta_fast=_float(scaling, "beta_fast", 32.0),
         beta_slow=_float(scaling, "beta_slow", 1.0),
-        attention_factor=yarn_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+        attention_factor=yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
         truncate=bool(scaling.get("truncate", True)),
     )
 
 
 def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """How much YaRN scales cos and sin: given, or derived from the factor as in its paper."""
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
 
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    scale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if scale and all_dims:
-        return magnitude(float(scale)) / magnitude(float(all_dims))
-    return magnitude(1.0)
+    scale, all_dims = _float(scaling, "mscale", 0.0), _float(scaling, "mscale_all_dim", 0.0)
+    derived = magnitude(scale) / magnitude(all_dims) if scale and all_dims else magnitude(1.0)
+    return _float(scaling, "attention_factor", derived)
 
 
 def _hf_dtype(config: Mapping[str, Any]) -> str:
@@ -187,6 +187,13 @@ def _hf_dtype(config: Mapping[str, Any]) -> str:
     if dtype not in DTYPES:
         raise UserError(f"config.json: dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
     return str(dtype)
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"config.json: {name} must be an object, got {value!r}")
+    return value
 
 
 def _int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

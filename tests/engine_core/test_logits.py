@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 @pytest.fixture
 def rng() -> random.Random:
     seed = random.randrange(2**32)
-    print("seed", seed)  # noqa: T201
+    print("seed", seed)
     return random.Random(seed)
 
 
