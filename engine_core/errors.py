@@ -1,10 +1,7 @@
-"""The one error whose message is meant for the person who started the engine."""
+"""The error whose message is meant for the person who started the engine, under the library's own name."""
 
 from __future__ import annotations
 
+from ipc.errors import UserError
 
-class UserError(ValueError):
-    """Something the user can put right: the message names the file or flag, what is wrong with it and the way out.
-
-    Shown as it is, without a traceback.
-    """
+__all__ = ["UserError"]
