@@ -20,7 +20,7 @@ from engine_core.scheduler import Scheduler
 from engine_core.tombstones import Tombstones
 from ipc.codec import pack_ids, pack_request_ids, unpack_ids
 from ipc.config import EngineConfig
-from ipc.messages import EngineStats, Error, Finished, Generate, Opened, StepOutput
+from ipc.messages import EngineStats, Error, Finished, FinishReason, Generate, Opened, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -67,23 +67,17 @@ class Engine:
         if message.request_id in self._requests:
             logger.error("request id %d is in use: the newcomer is dropped", message.request_id)
             return
-        try:
-            prompt_ids = unpack_ids(message.prompt_ids)
-        except ValueError as error:
-            self._refuse(message, 0, Error(status=400, message=f"prompt token ids: {error}", param="prompt"))
-            return
         if self._early_aborts.take(message.request_id):
-            self._refuse(message, len(prompt_ids), None)
+            self._refuse(message, "abort")
             return
-        if self.broken:
-            self._refuse(message, len(prompt_ids), Error(status=500, message=self.broken, type="server_error"))
-            return
-        request = self._make_request(message, prompt_ids)
-        refusal = self.scheduler.add(request)
+        refusal = self._refusal(message)
+        if refusal is None:
+            request = self._make_request(message)
+            refusal = self.scheduler.add(request)
         if refusal is None:
             self._requests[request.request_id] = request
         else:
-            self._refuse(message, len(prompt_ids), refusal)
+            self._refuse(message, "rejected", refusal)
 
     def abort(self, request_ids: Iterable[int], *, stop_string: bool = False) -> None:
         """End these requests. One that has not come yet will be ended when it does; one that has ended is left alone.
@@ -115,7 +109,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
-        pool = scheduler.pool
+        pool = scheduler.kv.pool
         return EngineStats(
             step=self._step,
             running=scheduler.num_running,
@@ -178,11 +172,11 @@ class Engine:
             for request in list(self._requests.values()):
                 self._end(self.scheduler.end(request, "error", what))
 
-    def _make_request(self, message: Generate, prompt_ids: list[int]) -> Request:
+    def _make_request(self, message: Generate) -> Request:
         seed = message.sampling.seed
         return Request(
             request_id=message.request_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=unpack_ids(message.prompt_ids),
             sampling=message.sampling,
             eos_token_ids=self.facts.eos_token_ids.union(message.eos_token_ids),
             frontend=message.frontend,
@@ -193,13 +187,21 @@ class Engine:
             seed=self._seeds.getrandbits(63) if seed is None else seed,
         )
 
-    def _refuse(self, message: Generate, num_prompt_tokens: int, error: Error | None) -> None:
+    def _refusal(self, message: Generate) -> Error | None:
+        """What can be told without a look at the ids, of which there may be millions."""
+        if self.broken:
+            return Error(status=500, message=self.broken, type="server_error")
+        if len(message.prompt_ids) % 4:
+            return Error(status=400, message="the prompt's token ids are not whole int32 values", param="prompt")
+        return self.scheduler.limits.refusal_of_length(len(message.prompt_ids) // 4, message.sampling.max_tokens)
+
+    def _refuse(self, message: Generate, reason: FinishReason, error: Error | None = None) -> None:
         self._finished.append(
             Finished(
                 request_id=message.request_id,
                 frontend=message.frontend,
-                reason="abort" if error is None else "rejected",
-                num_prompt_tokens=num_prompt_tokens,
+                reason=reason,
+                num_prompt_tokens=len(message.prompt_ids) // 4,
                 num_output_tokens=0,
                 error=error,
             )

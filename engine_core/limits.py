@@ -53,19 +53,25 @@ class Limits:
         wanted = request.sampling.max_tokens
         return room if wanted is None else min(wanted, room)
 
+    def refusal_of_length(self, num_prompt_tokens: int, max_tokens: int | None) -> Error | None:
+        """Why a prompt this long can never run, in words for the client; None if it can."""
+        if num_prompt_tokens == 0:
+            return _bad_request("the prompt is empty: it must hold at least one token", "prompt")
+        bound = self.max_request_tokens
+        if num_prompt_tokens + (max_tokens != 0) <= bound:
+            return None
+        what = f"this model's maximum context length is {bound} tokens"
+        if bound < self.max_model_len:
+            what = f"the KV cache holds {bound} tokens"
+        room = " and no room is left for an output token" if num_prompt_tokens == bound else ""
+        message = f"{what}, but the prompt has {num_prompt_tokens} tokens{room}"
+        return _bad_request(message, "prompt", "context_length_exceeded")
+
     def refusal(self, request: Request) -> Error | None:
         """Why `request` can never run, in words for the client; None if it can."""
-        length, bound = request.num_prompt_tokens, self.max_request_tokens
-        if length == 0:
-            return _bad_request("the prompt is empty: it must hold at least one token", "prompt")
-        if length + (request.sampling.max_tokens != 0) > bound:
-            what = f"this model's maximum context length is {bound} tokens"
-            if bound < self.max_model_len:
-                what = f"the KV cache holds {bound} tokens"
-            room = " and no room is left for an output token" if length == bound else ""
-            return _bad_request(
-                f"{what}, but the prompt has {length} tokens{room}", "prompt", "context_length_exceeded"
-            )
+        too_long = self.refusal_of_length(request.num_prompt_tokens, request.sampling.max_tokens)
+        if too_long is not None:
+            return too_long
         low, high = min(request.prompt_ids), max(request.prompt_ids)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high

@@ -33,9 +33,10 @@ class ScheduledRow(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    rows: tuple[ScheduledRow, ...]
+    rows: tuple[ScheduledRow, ...]  # decode rows first
     preempted: tuple[Request, ...] = ()  # lost their blocks and slot before this step
     num_tokens: int = 0  # sum of row counts
+    num_decodes: int = 0  # rows of one position that follow on a sampled token; the others are chunks of any size
     step: int = 0  # 1, 2, ... in the order of launch; a plan with no rows is not launched and has none of its own
 
 

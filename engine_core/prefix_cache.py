@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import os
 
-from engine_core.request import Request
-from ipc.codec import pack_ids
+import msgspec
 
+from engine_core.request import Request
+
+_encode = msgspec.msgpack.Encoder().encode  # of a list of ints: unambiguous, and ten times as fast as an array
 _HASH_BYTES = 16  # collisions of a keyed hash cannot be searched for, and by chance need 2**64 blocks
 
 
@@ -34,12 +36,11 @@ class BlockHasher:
         start, stop = len(hashes) * size, num_tokens // size * size
         if stop <= start:
             return
-        data = pack_ids(request.known_ids(start, stop))
+        ids = request.known_ids(start, stop)
         parent = hashes[-1] if hashes else self._root(request.cache_salt)
-        for at in range(0, len(data), 4 * size):
+        for at in range(0, stop - start, size):
             block = self._keyed.copy()
-            block.update(parent)
-            block.update(data[at : at + 4 * size])
+            block.update(parent + _encode(ids[at : at + size]))
             parent = block.digest()
             hashes.append(parent)
 

@@ -56,8 +56,9 @@ class Request:
     # The scheduler's own.
     horizon: int = 0  # positions below it can be planned with the blocks held and the tokens allowed
     last_plan: int = 0  # step of the newest plan with a row of this request, 0: none
+    last_chunk: int = 0  # step of its newest row that is no decode row
     block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks, as far as computed
-    register_at: int = 0  # when this many tokens are computed, another full block goes into the prefix cache
+    register_at: int = 0  # when this many tokens are computed, there is another full block for the prefix cache
     num_bypassed: int = 0  # how many later requests were admitted while this one did not fit
 
     @property

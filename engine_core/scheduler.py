@@ -15,11 +15,10 @@ plan in flight uses are given out again only after its commit. Plans are committ
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from engine_core.kv_blocks import BlockPool
+from engine_core.kv_manager import KvManager
 from engine_core.limits import Limits
 from engine_core.outcome import (
     Committed,
@@ -27,11 +26,10 @@ from engine_core.outcome import (
     collect_prompt_logprobs,
     ending_after,
     row_logprobs,
-    wants_prompt_logprobs,
 )
 from engine_core.plan import ScheduledRow, StepPlan, StepTokens
-from engine_core.prefix_cache import BlockHasher, PrefixCache
 from engine_core.request import Request, Status
+from engine_core.returns import Returns
 from engine_core.slots import Slots
 from engine_core.waiting import WaitingQueue
 from ipc.codec import pack_ids
@@ -53,22 +51,18 @@ class Scheduler:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.limits = limits
-        self.cache = PrefixCache()
-        self.pool = BlockPool(limits.num_blocks, self.cache)
+        self.kv = KvManager(limits)
         self.waiting = WaitingQueue()
         self.prompt_tokens = self.output_tokens = 0  # totals: admitted prompts, committed outputs
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self._decoding: list[Request] = []  # running, and only their newest token is not computed
         self._prefilling: list[Request] = []  # running, with more to compute
         self._slots = Slots(limits.max_num_seqs)
-        self._hasher = BlockHasher(limits.block_size)
-        self._release = release
         self._clock = clock
-        self._reserve = self.pool.total // 100  # blocks that admission leaves to those who already run
+        self._reserve = self.kv.pool.total // 100  # blocks that admission leaves to those who already run
         self._num_added = 0
         self._planned = self._committed = 0  # steps
-        self._held: dict[int, list[tuple[Request, list[int]]]] = {}  # step -> what its commit gives back
-        self._prefix_in_flight: dict[bytes, int] = {}  # hash of a block being computed -> the step that ends it
+        self._returns = Returns(self.kv.pool, self._slots, release)
 
     @property
     def num_running(self) -> int:
@@ -114,7 +108,9 @@ class Scheduler:
         """The next step. It has no rows if nothing can run before a plan in flight is committed, or nothing at all."""
         step, rows = self._planned + 1, list[ScheduledRow]()
         preempted = self._grow()
+        made_room = self._make_room() if self.limits.priority and not preempted else []
         budget = self._plan_decodes(rows, step)
+        num_decodes = len(rows)
         for request in sorted(self._prefilling, key=lambda request: request.order):
             if not budget:
                 break
@@ -123,7 +119,8 @@ class Scheduler:
             budget = self._admit(budget, rows, step)
         if rows:
             self._planned = step
-        return StepPlan(tuple(rows), tuple(preempted), self.limits.max_num_batched_tokens - budget, step)
+        num_tokens = self.limits.max_num_batched_tokens - budget
+        return StepPlan(tuple(rows), tuple(preempted + made_room), num_tokens, num_decodes, step)
 
     def _grow(self) -> list[Request]:
         """Another block for each decoding request whose blocks are full. Returns who was preempted for it."""
@@ -133,17 +130,35 @@ class Scheduler:
         for request in full:
             if request.status is not Status.RUNNING or request.num_output_tokens >= request.max_output_tokens:
                 continue  # preempted just now, or its last token is in flight
+            if request.last_chunk <= self._committed:  # then all but the newest committed token are computed
+                self.kv.register(request, request.num_prompt_tokens + len(request.output_ids) - 1)
             # Blocks still held for a plan in flight come back with its commit: wait for them, and preempt nobody.
-            while not self.pool.num_available and not self._held:
+            while not self.kv.pool.num_available and not self._returns:
                 victim = max(self._decoding + self._prefilling, key=lambda running: running.order)
                 if victim is request:
                     break  # it waits, with what it has, for those before it
                 self._preempt(victim)
                 preempted.append(victim)
-            if self.pool.num_available:
-                request.block_ids += self.pool.allocate(1)
-                self._set_horizon(request)
+            self.kv.grow(request)
         return preempted
+
+    def _make_room(self) -> list[Request]:
+        """Preempt who is less important than the first in the queue, if that lets it start."""
+        first = next((request for request in self.waiting if request.last_plan <= self._committed), None)
+        found = self.kv.find_prefix(first) if first is not None else None
+        if first is None or found is None or self._returns:
+            return []
+        running = sorted(self._decoding + self._prefilling, key=lambda request: request.order)
+        victims: list[Request] = []
+        num_blocks = 0
+        while not self.kv.fits(first, found, self._reserve - num_blocks) or self._slots.num_free + len(victims) == 0:
+            if not running or running[-1].priority <= first.priority:
+                return []
+            victims.append(running.pop())
+            num_blocks += self.kv.num_own_blocks(victims[-1])
+        for victim in victims:
+            self._preempt(victim)
+        return victims
 
     def _plan_decodes(self, rows: list[ScheduledRow], step: int) -> int:
         """One row for each decoding request that can go on. Returns the token budget left."""
@@ -167,11 +182,8 @@ class Scheduler:
         samples = last and request.max_output_tokens > 0
         rows.append(ScheduledRow(request, start, stop - start, samples))
         request.num_computed_tokens = stop
-        request.last_plan = step
-        if self.limits.prefix_caching:
-            self._hasher.extend(request, stop)
-            size = self.limits.block_size
-            self._prefix_in_flight.update(dict.fromkeys(request.block_hashes[start // size : stop // size], step))
+        request.last_plan = request.last_chunk = step
+        self.kv.announce(request, start, stop, step)
         if last:
             request.num_pending += samples
             self._prefilling.remove(request)
@@ -191,10 +203,10 @@ class Scheduler:
                 break
             if request.last_plan > self._committed:
                 continue  # preempted while in flight: its newest token is on its way
-            found = self._find_prefix(request)
+            found = self.kv.find_prefix(request)
             if found is None:
                 continue
-            if not self._fits(request, found):
+            if not self.kv.fits(request, found, self._reserve if self.num_running else 0):
                 if request.num_bypassed >= MAX_BYPASSES:
                     break
                 misfits.append(request)
@@ -208,30 +220,11 @@ class Scheduler:
             self.waiting.remove(request)
         return budget
 
-    def _find_prefix(self, request: Request) -> list[int] | None:
-        """Cached blocks to start from. None: a step in flight computes more of them, so better wait for it."""
-        if not self.limits.prefix_caching or wants_prompt_logprobs(request):
-            return []
-        found = self.cache.match(request, self._hasher)
-        missing = request.block_hashes[len(found) : (request.num_tokens - 1) // self.limits.block_size]
-        return None if missing and missing[0] in self._prefix_in_flight else found
-
-    def _fits(self, request: Request, found: list[int]) -> bool:
-        """Whether all its tokens do: a request that starts will not need another block before it decodes."""
-        needed = self.limits.blocks_for(request.num_tokens) - len(found) + self.pool.num_idle(found)
-        return needed <= self.pool.num_available - (self._reserve if self.num_running else 0)
-
     def _start(self, request: Request, found: list[int]) -> None:
-        self.pool.acquire(found)
-        request.block_ids = found + self.pool.allocate(self.limits.blocks_for(request.num_tokens) - len(found))
-        request.num_computed_tokens = len(found) * self.limits.block_size
-        request.register_at = request.num_computed_tokens + self.limits.block_size
-        if not self.limits.prefix_caching:
-            request.register_at = sys.maxsize
+        self.kv.take(request, found)
         request.slot = self._slots.take()
         request.status = Status.RUNNING
         request.num_bypassed = 0
-        self._set_horizon(request)
         self._prefilling.append(request)
         if not request.first_scheduled:
             request.first_scheduled = self._clock()
@@ -240,11 +233,6 @@ class Scheduler:
             if self.limits.prefix_caching:
                 self.prefix_queries += request.num_prompt_tokens
                 self.prefix_hits += request.num_cached_tokens
-
-    def _set_horizon(self, request: Request) -> None:
-        # The last token a request may have is sampled, never computed.
-        last = request.num_prompt_tokens + request.max_output_tokens - 1
-        request.horizon = min(len(request.block_ids) * self.limits.block_size, last)
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it will be computed again from what the prefix cache still has."""
@@ -265,28 +253,8 @@ class Scheduler:
             self._end_failed(plan, tokens, done)
         if tokens.prompt_logprobs:
             collect_prompt_logprobs(plan, tokens)
-        sampled = iter(tokens.token_ids)
-        for row in plan.rows:
-            request = row.request
-            token = next(sampled) if row.samples else -1
-            if request.status is not Status.RUNNING:
-                if request.status is Status.FINISHED:
-                    continue
-            elif row.start + row.count >= request.register_at:
-                self._register(request, row.stop)
-            if row.samples:
-                request.num_pending -= 1
-                output_ids = request.output_ids
-                output_ids.append(token)
-                done.requests.append(request)
-                done.token_ids.append(token)
-                if len(output_ids) == 1:
-                    done.opened.append(request)
-                if token in request.stop_ids or len(output_ids) >= request.max_output_tokens:
-                    self._stop(request, token, done)
-            elif not request.max_output_tokens and row.stop == request.num_prompt_tokens:
-                done.opened.append(request)
-                done.ended.append(self._finish(Ending(request, "length")))
+        self._commit_decodes(plan.rows[: plan.num_decodes], tokens.token_ids[: plan.num_decodes], done)
+        self._commit_chunks(plan.rows[plan.num_decodes :], tokens.token_ids[plan.num_decodes :], done)
         if tokens.logprobs:
             done.logprobs = row_logprobs(plan, tokens, done.requests)
         self.output_tokens += len(done.token_ids)
@@ -294,6 +262,45 @@ class Scheduler:
             self._decoding = [request for request in self._decoding if request.status is Status.RUNNING]
         self._settle(plan.step)
         return done
+
+    def _commit_decodes(self, rows: Sequence[ScheduledRow], token_ids: list[int], done: Committed) -> None:
+        finished, discarded = Status.FINISHED, set()
+        for row, token in zip(rows, token_ids, strict=True):
+            request = row.request
+            if request.status is finished:
+                discarded.add(row)
+                continue
+            request.num_pending -= 1
+            output_ids = request.output_ids
+            output_ids.append(token)
+            if token in request.stop_ids or len(output_ids) >= request.max_output_tokens:
+                self._stop(row, token, done)
+        if discarded:
+            kept = [(row, token) for row, token in zip(rows, token_ids, strict=True) if row not in discarded]
+            rows, token_ids = [row for row, _ in kept], [token for _, token in kept]
+        done.requests = [row.request for row in rows]
+        done.token_ids = token_ids
+
+    def _commit_chunks(self, rows: Sequence[ScheduledRow], token_ids: list[int], done: Committed) -> None:
+        sampled = iter(token_ids)
+        for row in rows:
+            request = row.request
+            token = next(sampled) if row.samples else -1
+            if request.status is Status.FINISHED:
+                continue
+            if request.status is Status.RUNNING:
+                self.kv.register(request, row.stop)
+            if row.samples:
+                request.num_pending -= 1
+                request.output_ids.append(token)
+                done.requests.append(request)
+                done.token_ids.append(token)
+                if len(request.output_ids) == 1:
+                    done.opened.append(request)
+                self._stop(row, token, done)
+            elif not request.max_output_tokens and row.stop == request.num_prompt_tokens:
+                done.opened.append(request)
+                done.ended.append(self._finish(Ending(request, "length")))
 
     def abandon(self, plan: StepPlan, error: Error) -> list[Ending]:
         """The oldest plan in flight came to nothing: everyone in it ends with `error`."""
@@ -309,15 +316,15 @@ class Scheduler:
             request = sampling[index]
             if request.status is Status.FINISHED:
                 continue
-            # Whatever went wrong may be in its KV: nobody else is to find that.
-            known = (self.cache.find(block_hash) for block_hash in request.block_hashes)
-            self.pool.forget([block for block in known if block is not None])
+            self.kv.forget(request)  # whatever went wrong may be in its KV
             error = Error(status=500, message=f"the request failed: {reason}", type="server_error")
             done.ended.append(self.end(request, "error", error))
 
-    def _stop(self, request: Request, token: int, done: Committed) -> None:
-        ending = ending_after(request, token)
+    def _stop(self, row: ScheduledRow, token: int, done: Committed) -> None:
+        ending = ending_after(row.request, token)
         if ending is not None:
+            if row.request.status is Status.RUNNING:
+                self.kv.register(row.request, row.stop)
             done.ended.append(self._finish(ending))
 
     def _finish(self, ending: Ending) -> Ending:
@@ -330,45 +337,23 @@ class Scheduler:
         request.status = Status.FINISHED
         return ending
 
-    def _register(self, request: Request, num_computed: int) -> None:
-        """Let others find the full blocks among the first `num_computed` tokens, whose KV is in the pool."""
-        size = self.limits.block_size
-        self._hasher.extend(request, num_computed)
-        for index in range(request.register_at // size - 1, num_computed // size):
-            self.cache.insert(request.block_hashes[index], request.block_ids[index])
-        request.register_at = (num_computed // size + 1) * size
-
-    # --- blocks and slots change hands ----------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------------------------
 
     def _leave(self, request: Request) -> None:
         (self._decoding if request in self._decoding else self._prefilling).remove(request)
 
     def _vacate(self, request: Request) -> None:
-        """Take blocks and slot from a request: now, or when the last plan in flight that uses them is committed."""
-        blocks, request.block_ids = request.block_ids, []
-        if request.last_plan > self._committed:
-            self._held.setdefault(request.last_plan, []).append((request, blocks))
-        else:
-            self._give_back(request, blocks)
-
-    def _give_back(self, request: Request, blocks: list[int]) -> None:
-        self._release(request)
-        self._slots.give_back(request.slot)
-        request.slot = -1
-        self.pool.release(blocks)
+        self._returns.vacate(request, self._committed)
 
     def _settle(self, step: int) -> None:
-        """Step `step` and all before it are done."""
-        for request, blocks in self._held.pop(step, ()):
-            self._give_back(request, blocks)
-        if self._prefix_in_flight:
-            self._prefix_in_flight = {key: end for key, end in self._prefix_in_flight.items() if end > step}
+        self._returns.settle(step)
+        self.kv.settle(step)
 
     def check(self) -> None:
         """Raise AssertionError unless all blocks and slots are accounted for, each by its one owner."""
         running = self._decoding + self._prefilling
-        held = [entry for entries in self._held.values() for entry in entries]
-        self.pool.check([request.block_ids for request in running] + [blocks for _, blocks in held])
+        held = list(self._returns)
+        self.kv.pool.check([request.block_ids for request in running] + [blocks for _, blocks in held])
         slots = [request.slot for request in running] + [request.slot for request, _ in held]
         if len(set(slots)) != len(slots) or len(slots) + self._slots.num_free != self.limits.max_num_seqs:
             raise AssertionError(f"slots {slots} in use and {self._slots.num_free} free")

@@ -42,7 +42,7 @@ class CheckingRunner(FakeRunner):
     def launch(self, plan: StepPlan) -> Launched:
         assert self.engine is not None
         scheduler = self.engine.scheduler
-        limits, counts = scheduler.limits, scheduler.pool.ref_counts
+        limits, counts = scheduler.limits, scheduler.kv.pool.ref_counts
         num_tokens, num_rows = sum(row.count for row in plan.rows), len(plan.rows)
         require(0 < plan.num_tokens == num_tokens <= limits.max_num_batched_tokens, "token budget")
         require(0 < num_rows <= limits.max_num_seqs, "number of rows")
@@ -60,7 +60,7 @@ class CheckingRunner(FakeRunner):
             require(row.stop <= len(request.block_ids) * limits.block_size, "no block for a position")
             for block in request.block_ids[row.start // limits.block_size : (row.stop - 1) // limits.block_size + 1]:
                 require(counts[block] == 1, "a shared block is written")
-                require(not scheduler.cache.holds(block), "a block that others can find is written")
+                require(not scheduler.kv.cache.holds(block), "a block that others can find is written")
         return FakeRunner.launch(self, plan)
 
 
@@ -173,7 +173,7 @@ class Simulation:
         output = self.engine.step()
         assert had_news or self.engine.scheduler._planned > planned, "a step with work to do did nothing"
         self.engine.scheduler.check()
-        pool = self.engine.scheduler.pool
+        pool = self.engine.scheduler.kv.pool
         stats = self.engine.stats()
         assert stats.kv_blocks_free + stats.kv_blocks_cached + pool.num_in_use == stats.kv_blocks_total
         self._take(output)
@@ -257,15 +257,15 @@ class Simulation:
     def _check_idle(self) -> None:
         scheduler = self.engine.scheduler
         assert all(life.finished is not None for life in self.lives.values())
-        assert scheduler.pool.num_in_use == 0
-        assert scheduler.pool.num_available == scheduler.pool.total
+        assert scheduler.kv.pool.num_in_use == 0
+        assert scheduler.kv.pool.num_available == scheduler.kv.pool.total
         assert scheduler._slots.num_free == self.config.max_num_seqs
-        assert not scheduler._held
-        assert not scheduler._prefix_in_flight
+        assert not scheduler._returns
+        assert scheduler.kv.idle
         assert not self.engine._requests
         assert not self.runner.queue
         if not self.config.enable_prefix_caching:
-            assert scheduler.pool.num_cached == 0
+            assert scheduler.kv.pool.num_cached == 0
 
 
 def simulate(seed: int) -> Simulation:
@@ -280,4 +280,4 @@ def simulate(seed: int) -> Simulation:
 
 if __name__ == "__main__":
     done = simulate(int(sys.argv[1]))
-    print(done.config, f"depth={done.depth}", done.engine.stats(), *done.lives.values(), sep="\n")  # noqa: T201
+    print(done.config, f"depth={done.depth}", done.engine.stats(), *done.lives.values(), sep="\n")

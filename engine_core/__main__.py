@@ -1,0 +1,45 @@
+"""`python -m engine_core CONFIG.json`"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+
+from engine_core.build import build_engine
+from engine_core.engine import Engine
+from engine_core.errors import UserError
+from engine_core.loop import run
+from ipc.actor import shutdown_on_sigterm
+from ipc.channel import Receiver, connect
+from ipc.config import EngineProcessConfig
+from ipc.messages import EngineMessage
+from ipc.runtime import Child, child_main
+
+
+def main(config: EngineProcessConfig, child: Child) -> None:
+    with child.phase("starting the engine"):
+        engine = build_engine(config.engine, child.progress)
+    outboxes = connect(config.endpoints, "detokenizer", "frontends")
+    detokenizer = outboxes.pop("detokenizer")
+    gc.collect()
+    gc.freeze()  # what is loaded stays: later collections need not look at it
+    with Receiver[EngineMessage](config.endpoints.engine, EngineMessage) as inbox, shutdown_on_sigterm(inbox):
+        child.ready(ready_facts(engine))
+        run(engine, inbox, detokenizer, outboxes.values())
+
+
+def ready_facts(engine: Engine) -> dict[str, Any]:
+    """What the others and the user need to know, as plain JSON values."""
+    facts: dict[str, Any] = msgspec.to_builtins(engine.facts)
+    return facts | {
+        "eos_token_ids": sorted(engine.facts.eos_token_ids),
+        "kv_tokens": engine.scheduler.limits.kv_tokens,
+        "max_model_len": engine.scheduler.limits.max_request_tokens,
+        "load_seconds": facts.pop("seconds"),
+    }
+
+
+if __name__ == "__main__":
+    child_main("engine_core", EngineProcessConfig, main, user_errors=(UserError,))

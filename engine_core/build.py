@@ -1,0 +1,17 @@
+"""Composition root: settings to an engine that is ready to step."""
+
+from __future__ import annotations
+
+from engine_core.engine import Engine
+from engine_core.plan import ProgressCallback
+from engine_core.runner import build_runner
+from ipc.config import EngineConfig
+
+
+def build_engine(config: EngineConfig, progress: ProgressCallback | None = None) -> Engine:
+    """Load the model, allocate the KV pool, warm up. Takes seconds; `progress` hears of each phase.
+
+    Raises `engine_core.errors.UserError` for what the user can put right.
+    """
+    runner, facts = build_runner(config, progress)
+    return Engine(runner, facts, config)
