@@ -1,0 +1,123 @@
+"""Repacks weights for the CPU kernels: what a GGUF file holds in 4, 5 or 8 bits exactly, anything else as int8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+
+from engine_core.kernels.cpu_tile import BLOCK, CHUNK, GROUP, WeightFormat
+from engine_core.loader.weights import Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix [out_features, in_features] as the kernels read it, outputs padded with zeros to whole chunks."""
+
+    form: WeightFormat
+    shape: tuple[int, int]
+    data: torch.Tensor  # uint8 [chunks, blocks, 4, block_bytes]
+    scales: torch.Tensor  # float16 [chunks, blocks, 1 or 2, 64]; empty for plain floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quants:
+    """A matrix whose blocks of 32 are `scale * integer + minimum`."""
+
+    values: torch.Tensor  # [rows, blocks, 32] int8, or [rows, blocks, 16] uint8 with elements i and i + 16 in byte i
+    scales: torch.Tensor  # float16 [rows, blocks]
+    minima: torch.Tensor | None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.values.dtype == torch.int8 else 4
+
+    def widened(self) -> torch.Tensor:
+        """The integers as int8."""
+        if self.bits == 8:
+            return self.values
+        return torch.cat([self.values & 15, self.values >> 4], 2).view(torch.int8)
+
+
+def pack_quantized(parts: Sequence[Weight]) -> PackedWeight:
+    """The parts below one another, with 4 bits per weight if all of them have that, else 8."""
+    quants = [read_quants(part) for part in parts]
+    bits = max(part.bits for part in quants)
+    values = torch.cat([part.values if bits == 4 else part.widened() for part in quants])
+    kinds = [torch.cat([part.scales for part in quants])]
+    if any(part.minima is not None for part in quants):
+        kinds.append(torch.cat([torch.zeros_like(q.scales) if q.minima is None else q.minima for q in quants]))
+    rows, blocks = kinds[0].shape
+    scales = torch.stack([_pad(kind).view(-1, CHUNK * GROUP, blocks) for kind in kinds], 1)
+    return PackedWeight(
+        form=WeightFormat(bits, minimum=len(kinds) == 2),
+        shape=(rows, blocks * BLOCK),
+        data=_lanes_last(values.view(torch.uint8)),
+        scales=scales.permute(0, 3, 1, 2).contiguous(),
+    )
+
+
+def pack_floats(weight: torch.Tensor) -> PackedWeight:
+    """Plain float32 weights [rows, columns], exactly as they are. Columns must be a multiple of 32."""
+    rows, columns = weight.shape
+    data = _lanes_last(weight.view(rows, columns // BLOCK, BLOCK))
+    return PackedWeight(WeightFormat(32), (rows, columns), data, torch.empty(0, dtype=torch.float16))
+
+
+def read_quants(weight: Weight) -> Quants:
+    """The integers of a weight: those of the file where it has such blocks, else rounded to int8."""
+    if isinstance(weight, torch.Tensor):
+        return quantize(weight.float())
+    types = GGMLQuantizationType
+    rows = weight.shape[0]
+    blocks = torch.from_numpy(np.array(weight.data)).view(rows, weight.shape[1] // BLOCK, -1)
+    match weight.ggml_type:
+        case types.Q4_0:
+            scales = _half(blocks, 0)
+            return Quants(blocks[:, :, 2:], scales, scales * -8)
+        case types.Q4_1:
+            return Quants(blocks[:, :, 4:], _half(blocks, 0), _half(blocks, 2))
+        case types.Q5_0:
+            return Quants(_five_bits(blocks[:, :, 2:]) - 16, _half(blocks, 0), None)
+        case types.Q5_1:
+            return Quants(_five_bits(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
+        case types.Q8_0:
+            return Quants(blocks[:, :, 2:].view(torch.int8), _half(blocks, 0), None)
+        case _:
+            return quantize(torch.from_numpy(weight.dequantize()))
+
+
+def quantize(weight: torch.Tensor) -> Quants:
+    """Round float32 [rows, columns] to int8 with one scale per 32: the largest of a block becomes 127."""
+    blocks = weight.view(weight.shape[0], -1, BLOCK)
+    scales = (blocks.abs().amax(2) / 127).half()
+    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+    return Quants((blocks * inverse[:, :, None]).round().clamp_(-127, 127).to(torch.int8), scales, None)
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The half-precision number at byte `at` of each block."""
+    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)[:, :, 0]
+
+
+def _five_bits(blocks: torch.Tensor) -> torch.Tensor:
+    """int8 [rows, blocks, 32] from 4 bytes of fifth bits followed by 16 bytes of nibbles."""
+    fifth = (blocks[:, :, :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    nibbles = torch.cat([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], 2)
+    return (nibbles | (fifth.flatten(2) << 4)).view(torch.int8)
+
+
+def _lanes_last(values: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks, n] -> uint8 [chunks, blocks, 4, n * 16 elements], the 16 rows of a group side by side."""
+    blocks, count = values.shape[1:]
+    grouped = _pad(values).view(-1, CHUNK, GROUP, blocks, count).permute(0, 3, 1, 4, 2).contiguous()
+    return grouped.view(-1, blocks, CHUNK, count * GROUP).view(torch.uint8)
+
+
+def _pad(values: torch.Tensor) -> torch.Tensor:
+    """Zero rows up to whole chunks."""
+    missing = -values.shape[0] % (CHUNK * GROUP)
+    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) if missing else values
