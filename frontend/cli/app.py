@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
@@ -71,7 +70,10 @@ GROUP = LazyGroup(
 
 
 def run() -> None:
-    """Run the command line and exit: 0, 1 for a failure the user can act on, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run the command line and exit: 0, 1 for a failure the user can act on, 2 for wrong usage, 130 for Ctrl-C.
+
+    A reader of our output that leaves early (`gapless list | head`) is click's to deal with: no traceback, status 1.
+    """
     from frontend.cli.errors import CliError
 
     try:
@@ -83,10 +85,6 @@ def run() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output is gone (`gapless list | head`): not an error, and the flush at exit must not say so.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except CliError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

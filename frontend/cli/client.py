@@ -28,12 +28,17 @@ class Client:
     """Talks to `url`, the root of a server (a trailing /v1 is dropped)."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        wrong = CliError(f"url must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError:
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CliError(f"url must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
+            raise wrong
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname, port
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:

@@ -21,8 +21,8 @@ def summary(launch: LaunchConfig, facts: Facts, seconds: float) -> str:
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
         """    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'""",
         "",
-        *(f"  {label:<14} {value}" for label, value in chosen(known)),
-        *(f"  {label:<14} {value}" for label, value in start_up(facts)),
+        *(f"  {label:<16} {value}" for label, value in chosen(known)),
+        *(f"  {label:<16} {value}" for label, value in start_up(facts)),
         "",
         "Ctrl-C stops it.",
     ]

@@ -104,18 +104,21 @@ class Terminal:
         )
         os.close(child)
         self.shown = ""
+        self._seen = 0
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def wait_for(self, text: str, count: int = 1) -> None:
+    def wait_for(self, text: str) -> None:
+        """Wait until `text` is shown, after all that was waited for before."""
         deadline = time.monotonic() + 60
-        while self.plain().count(text) < count:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.plain()!r}"
+        while (found := self._plain().find(text, self._seen)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in {self._plain()[self._seen :]!r}"
             if select.select([self._fd], [], [], 0.2)[0]:
                 self._read()
+        self._seen = found + len(text)
 
-    def plain(self) -> str:
+    def _plain(self) -> str:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>]", "", self.shown)
 
     def _read(self) -> None:
@@ -146,13 +149,11 @@ def terminal(fake_server: FakeServer) -> Iterator[Terminal]:
 
 def test_on_a_terminal(fake_server: FakeServer, terminal: Terminal) -> None:
     fake_server.answers = [["The ", "answer\x1b[2J."]]
-    terminal.wait_for(">>> ")
-    terminal.type("Hello\r")
-    terminal.wait_for("The answer[2J.")
-    terminal.type("a\x1b\rb\r")  # Alt+Enter between a and b
-    terminal.wait_for("The answer[2J.", count=2)
-    terminal.type("\x1b[A\r")  # Up brings the last one back
-    terminal.wait_for("The answer[2J.", count=3)
+    terminal.wait_for(">>>")
+    for keys in ("Hello\r", "a\x1b\rb\r", "\x1b[A\r"):  # Alt+Enter starts a line, Up brings the last message back
+        terminal.type(keys)
+        terminal.wait_for("The answer[2J.")
+        terminal.wait_for(">>>")
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     asked = [body["messages"][-1]["content"] for body in fake_server.bodies]
@@ -164,7 +165,7 @@ def test_on_a_terminal(fake_server: FakeServer, terminal: Terminal) -> None:
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(fake_server: FakeServer, terminal: Terminal) -> None:
     fake_server.answers, fake_server.hold_after = [["begun", "never"]], 1
-    terminal.wait_for(">>> ")
+    terminal.wait_for(">>>")
     terminal.type("Hello\r")
     terminal.wait_for("begun")
     assert fake_server.holding.wait(60)
@@ -172,7 +173,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(fake_server: FakeServer, te
     terminal.wait_for("(stopped)")
     assert fake_server.client_left.wait(30)
     fake_server.answers, fake_server.hold_after = [["second answer"]], None
-    terminal.wait_for(">>> ", count=2)
+    terminal.wait_for(">>>")
     terminal.type("Again\r")
     terminal.wait_for("second answer")
     assert sent(fake_server)[1] == ["user: Hello", "assistant: begun", "user: Again"]

@@ -53,10 +53,10 @@ def test_no_url(url: str) -> None:
 
 def test_a_refusal_is_told_in_the_servers_words(fake_server: FakeServer) -> None:
     fake_server.refusal = (400, {"error": {"message": "temperature must be a number", "type": "x"}})
-    with pytest.raises(ServerError, match="^temperature must be a number$"):
+    with pytest.raises(ServerError, match=r"^temperature must be a number$"):
         list(Client(fake_server.url).stream_chat(ASK, AnswerOptions()))
     fake_server.refusal = (502, {})
-    with pytest.raises(ServerError, match="^HTTP status 502$"):
+    with pytest.raises(ServerError, match=r"^HTTP status 502$"):
         list(Client(fake_server.url).stream_chat(ASK, AnswerOptions()))
 
 

@@ -60,12 +60,12 @@ def test_progress_in_a_log_is_one_line_per_phase(monkeypatch: pytest.MonkeyPatch
         for step in range(101):
             reporter.progress("loading weights", step / 100, lane="engine_core")
             reporter.progress("loading the vocabulary", None, lane="tokenizer_proc")
-            now[0] += 0.1
+            now[0] += 0.125
         reporter.line("a word")
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["engine_core: loading weights", "tokenizer_proc: loading the vocabulary"]
     assert lines[-1] == "a word"
-    assert [line.rpartition(" ")[2] for line in lines[2:-1]] == ["50%", "100%"]
+    assert [line.rpartition(" ")[2] for line in lines[2:-1]] == ["40%", "80%"]
 
 
 def test_progress_on_a_terminal_is_cleared_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
