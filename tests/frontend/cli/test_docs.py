@@ -1,0 +1,54 @@
+"""Pages that must follow the code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from frontend.cli.app import COMMANDS
+from frontend.cli.reference import render
+from frontend.cli.settings import OPTIONS
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def requirement_name(line: str) -> str:
+    found = re.match(r"[A-Za-z0-9-]+", line)
+    assert found is not None
+    return found[0]
+
+
+def test_settings_page_is_current() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == render(), "run `make docs`"
+
+
+def test_every_dependency_has_its_reason_and_its_pin() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    to_run, to_develop = (re.findall(r"^\| ([a-z0-9-]+) \| \S", part, re.MULTILINE) for part in page.split("## ")[1:])
+    assert to_run[1:] == [requirement_name(line) for line in project["dependencies"]]
+    assert to_develop[1:] == [requirement_name(line) for line in project["optional-dependencies"]["dev"]]
+    pinned = re.findall(r"^([a-z0-9-]+)==\S+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*to_run[1:], *to_develop[1:]} <= set(pinned)
+    assert len(pinned) == len(set(pinned))
+
+
+def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:
+    flags = {flag for opt in OPTIONS.values() for flag in opt.flags}
+    variables = {opt.env for opt in OPTIONS.values()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for line in text.splitlines():
+            if "gapless" in line or line.startswith("`--"):
+                assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)) <= flags | {"--help"}, (page.name, line)
+        assert set(re.findall(r"\bGAPLESS_[A-Z_]+\b", text)) <= variables | {"GAPLESS_"}, page.name
+        named = set(re.findall(r"`gapless ([a-z]+)", text)) | set(re.findall(r"^gapless ([a-z]+)", text, re.MULTILINE))
+        assert named <= COMMANDS.keys(), page.name
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), (page.name, target)
