@@ -153,7 +153,7 @@ class Server:
     @property
     def url(self) -> str:
         """Address of the HTTP server, without a slash at the end."""
-        return server_url(self.facts)
+        return str(self.facts["frontend"].facts["url"])
 
     @property
     def pids(self) -> dict[str, int]:
@@ -205,13 +205,6 @@ class Server:
         self._settled.set()
 
 
-def server_url(ready: Facts) -> str:
-    """Where a client on this host reaches the server, without a slash at the end."""
-    facts = ready["frontend"].facts
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(facts["host"], facts["host"])
-    return f"http://[{host}]:{facts['port']}" if ":" in host else f"http://{host}:{facts['port']}"
-
-
 def print_output(name: str, line: str) -> None:
     """What children write, on this process's stderr."""
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone must not keep us from stopping them
@@ -260,5 +253,4 @@ __all__ = [
     "print_output",
     "process_specs",
     "serve",
-    "server_url",
 ]

@@ -35,7 +35,7 @@ class ProcessSpec:
     config: Callable[[Facts], msgspec.Struct]
     after: tuple[str, ...] = ()
     serves_clients: bool = False  # hears ModelReady and ProcessLost
-    stop_grace_s: float = 5.0  # from Shutdown to SIGKILL
+    stop_grace_s: float = 10.0  # from Shutdown to SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -18,9 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from frontend.topology import LaunchConfig, Server
+from ipc.config import EngineOptions, ServerOptions
+
 CHILDREN = Path(__file__).parent / "children"
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0  # generous: two slow cores, shared
+DEADLINE_S = 300.0  # generous: two slow cores, shared
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -153,3 +156,23 @@ def launch(short_dir: Path, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]
     yield start
     for each in launched:
         each.kill()
+
+
+def launch_config(default_model: Path, **changes: Any) -> LaunchConfig:
+    """The default model on a free port of 127.0.0.1, small enough to start quickly beside others."""
+    return LaunchConfig(
+        **{
+            "model": str(default_model),
+            "engine": EngineOptions(kv_tokens=16_384, max_num_batched_tokens=256),
+            "server": ServerOptions(port=0, served_model_name="smollm2"),
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def running_server(smollm2_path: Path) -> Iterator[Server]:
+    """The real four processes with the default model; `url` is the server's address. Shared by all tests: leave it
+    running and idle."""
+    with Server(launch_config(smollm2_path)) as server:
+        yield server
