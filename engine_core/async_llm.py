@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine_core.collect import Collector, stream_output
-from engine_core.engine_thread import EngineThread
+from engine_core.engine_thread import CLOSED, EngineThread
 from engine_core.options import make_config, resolve_path
 from engine_core.outputs import EngineError, RequestOutput, StreamOutput
 from engine_core.plan import ModelFacts
@@ -117,6 +117,8 @@ class AsyncLLM:
         await self.close()
 
     async def _encode(self, prompt: Prompt | Sequence[Message]) -> EncodedPrompt:
+        if self._engine.stopped:
+            raise EngineError(CLOSED)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoder, encode_any, self._text, prompt)
 

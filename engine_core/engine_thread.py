@@ -35,7 +35,7 @@ class EngineThread:
         self._build, self._after_step, self._on_end = build, after_step, on_end
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._stopped = False
+        self.stopped = False  # no more commands are taken
         started: Future[ModelFacts] = Future()
         # A daemon, so that a program that forgets to close it can end: its last step is awaited at exit.
         self._thread = threading.Thread(target=self._main, args=(started,), name="gapless-engine", daemon=True)
@@ -46,7 +46,7 @@ class EngineThread:
     def post(self, command: Command) -> None:
         """Run `command` between two steps. Raises EngineError if the thread has been told to stop."""
         with self._lock:
-            if self._stopped:
+            if self.stopped:
                 raise EngineError(CLOSED)
             self._commands.put(command)
 
@@ -66,8 +66,8 @@ class EngineThread:
     def stop(self) -> None:
         """End all requests and the thread; returns when it has ended."""
         with self._lock:
-            if not self._stopped:
-                self._stopped = True
+            if not self.stopped:
+                self.stopped = True
                 self._commands.put(None)
         atexit.unregister(self.stop)
         self._thread.join()
@@ -77,7 +77,7 @@ class EngineThread:
             session = self._build()
         except BaseException as error:
             with self._lock:
-                self._stopped = True
+                self.stopped = True
             started.set_exception(error)
             return
         started.set_result(session.engine.facts)
@@ -92,7 +92,7 @@ class EngineThread:
             reason = f"the engine failed: {error}"
         finally:
             with self._lock:
-                self._stopped = True
+                self.stopped = True
             self._finish(session, reason)
 
     def _finish(self, session: Session, reason: str) -> None:

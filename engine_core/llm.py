@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -78,7 +78,7 @@ class LLM:
         Raises ValueError if any prompt or parameter is out of bounds; nothing is left running then.
         """
         given = as_prompts(prompts)
-        names = [f"prompts[{index}]" for index in range(len(given))] if len(given) > 1 else ["prompts"]
+        names = ["prompts"] if len(given) == 1 else [f"prompts[{index}]" for index in range(len(given))]
         encoded = [encode_prompt(self._text, prompt, name) for prompt, name in zip(given, names, strict=True)]
         return self._run(encoded, params, priority, cache_salt, progress)
 
@@ -142,7 +142,7 @@ class LLM:
 
     def close(self) -> None:
         """End all requests. The memory is given back when the object goes."""
-        with self._exclusive():
+        with self._exclusive(closing=True):
             self._closed = True
             self._session.abort_all()
 
@@ -178,10 +178,13 @@ class LLM:
                         cache_salt=cache_salt,
                     )
             with BatchProgress(len(collectors), self._progress if progress is None else progress) as bar:
-                for collector in collectors:
-                    while not collector.done:
-                        self._step()
-                        bar.update(collectors)
+                waiting = deque(collectors)
+                while waiting:
+                    if waiting[0].done:
+                        waiting.popleft()
+                        continue
+                    self._step_unless(lambda: waiting[0].done)
+                    bar.update(collectors)
             return [collector.output() for collector in collectors]
         finally:
             self._abort([request_id for collector in collectors for request_id in collector.request_ids])
@@ -195,15 +198,18 @@ class LLM:
                 request_ids = self._session.open(prompt.ids, sampling, deltas.append, with_text=with_text)
             while unfinished:
                 while not deltas:
-                    self._step()
+                    self._step_unless(lambda: bool(deltas))
                 delta = deltas.popleft()
                 unfinished -= delta.ended is not None
                 yield stream_output(delta)
         finally:
             self._abort(request_ids)
 
-    def _step(self) -> None:
+    def _step_unless(self, served: Callable[[], bool]) -> None:
+        """One step, unless another thread's step has already brought what this one is waiting for."""
         with self._exclusive():
+            if served():
+                return
             if not self._session.has_work:
                 raise EngineError("the LLM was closed while requests were running")
             self._session.step()
