@@ -9,7 +9,6 @@ import msgspec
 
 from engine_core.build import build_engine
 from engine_core.engine import Engine
-from engine_core.errors import UserError
 from engine_core.loop import run
 from ipc.actor import shutdown_on_sigterm
 from ipc.channel import Receiver, connect
@@ -42,4 +41,4 @@ def ready_facts(engine: Engine) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    child_main("engine_core", EngineProcessConfig, main, user_errors=(UserError,))
+    child_main("engine_core", EngineProcessConfig, main)

@@ -11,7 +11,7 @@ from ipc.config import EngineConfig
 def build_engine(config: EngineConfig, progress: ProgressCallback | None = None) -> Engine:
     """Load the model, allocate the KV pool, warm up. Takes seconds; `progress` hears of each phase.
 
-    Raises `engine_core.errors.UserError` for what the user can put right.
+    Raises `ipc.errors.UserError` for what the user can put right.
     """
     runner, facts = build_runner(config, progress)
     return Engine(runner, facts, config)

@@ -96,6 +96,7 @@ class Launched:
     ids: list[list[int]]  # per row, without a last id that only the device knows
     tables: list[list[int]]  # per row, its block table then
     slots: list[int]
+    follows_on_loss: bool
     result: StepTokens | None = None
 
     def wait(self) -> StepTokens:
@@ -133,6 +134,7 @@ class FakeRunner:
             [row.request.known_ids(row.start, row.stop) for row in rows],
             [list(row.request.block_ids) for row in rows],
             [row.request.slot for row in rows],
+            follows_on_loss=any(row.request.request_id in self.lost for row in rows),
         )
         self._check_apart(launched)
         self.queue.append(launched)
@@ -170,7 +172,7 @@ class FakeRunner:
 
     def _run(self, launched: Launched) -> None:
         rows = launched.plan.rows
-        if any(row.request.request_id in self.lost for row in rows):
+        if launched.follows_on_loss:
             return
         for row, ids, slot in zip(rows, launched.ids, launched.slots, strict=True):
             if len(ids) < row.count:
