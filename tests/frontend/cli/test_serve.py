@@ -20,6 +20,7 @@ from frontend.cli.settings import load
 from frontend.cli.summary import summary
 from ipc.messages import Ready
 
+README = Path(__file__).parents[3] / "README.md"
 SMALL = ["--kv-tokens", "1024", "--max-model-len", "512", "--threads", "1"]
 
 
@@ -78,6 +79,13 @@ def test_serve_prints_what_it_chose_answers_and_leaves_nothing(
     with urllib.request.urlopen(request, timeout=120) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 3
 
+    # The README's example, against this server.
+    example = re.search(r"```python\n(from openai.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert example is not None
+    code = example[1].replace("http://127.0.0.1:8000", url)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout.strip()
+
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 4
     process.send_signal(signal.SIGINT)
@@ -133,11 +141,13 @@ def test_summary_rows_follow_the_facts() -> None:
     facts = {
         "frontend": Ready("frontend", 1, {"host": "::", "port": 80, "url": "http://[::1]:80"}),
         "engine_core": Ready("engine_core", 2, {"device": "cpu", "kv_tokens": 12345}, {"loading": 1.25, "idle": 0.01}),
+        "tokenizer_proc": Ready("tokenizer_proc", 3, {"load_seconds": {"reading": 2.0}}, {"all": 3.0}),
     }
     text = summary(launch, facts, 3.21)
     assert "serves Model on http://[::1]:80 (ready in 3.2 s)" in text
     assert re.search(r"^  KV cache +12,345 tokens$", text, re.MULTILINE)
     assert re.search(r"^  engine_core +loading 1\.2 s$", text, re.MULTILINE)
+    assert re.search(r"^  tokenizer_proc +reading 2\.0 s$", text, re.MULTILINE)
     assert "dtype" not in text
     assert "secret" not in text  # it is on the screen of who runs it, and in many a log
     assert "$GAPLESS_API_KEY" in text
