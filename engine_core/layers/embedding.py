@@ -17,11 +17,13 @@ class Embedding(Protocol):
 
 
 class DenseEmbedding:
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight  # [vocabulary, hidden]
+    """`weight` [vocabulary, hidden] may be of another type than the compute dtype, and a view of the file."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        self.weight, self.dtype = weight, dtype
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(token_ids, self.weight)
+        return functional.embedding(token_ids, self.weight).to(self.dtype)
 
 
 class QuantizedEmbedding:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine_core.kernels import cpu_elementwise
+
 
 class RMSNorm:
     """x / rms(x) * weight over the last dimension, computed in float32."""
@@ -12,11 +14,15 @@ class RMSNorm:
         self.weight, self.eps = weight, eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 2 and cpu_elementwise.supports(x):
+            return cpu_elementwise.add_rms_norm(x, None, self.weight, self.eps)[0]
         values = x.float()
         scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (values * scale).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + residual, and that sum: the next residual."""
+        if cpu_elementwise.supports(x):
+            return cpu_elementwise.add_rms_norm(x, residual, self.weight, self.eps)
         total = x + residual
         return self(total), total

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from engine_core.kernels import cpu_elementwise
 from engine_core.models.config import RopeConfig
 
 
@@ -77,5 +78,7 @@ class RotaryEmbedding:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim], rotated to its position."""
+    if cpu_elementwise.supports(x) and x.stride(1) == x.shape[2]:
+        return cpu_elementwise.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -70,16 +70,18 @@ class ModelBuilder:
 
     def embedding_and_head(self, embedding: str, head: str) -> tuple[Embedding, Linear]:
         """The token embedding and the matrix that makes logits: one and the same if the model ties them."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        table = self.checkpoint.take(f"{embedding}.weight", shape)
-        if self.mode == "none" or not isinstance(table, QuantizedWeight):
-            table = dense([table], self.dtype, self.device)
-            embed: Embedding = DenseEmbedding(table)
-        else:
+        c = self.config
+        table = self.checkpoint.take(f"{embedding}.weight", (c.vocab_size, c.hidden_size))
+        if self.device.type != "cpu":
+            table = dense([table], self.dtype, self.device)  # one copy, shared by both if they are tied
+        embed: Embedding
+        if isinstance(table, QuantizedWeight):
             embed = QuantizedEmbedding(table, self.dtype)
-        if self.config.tie_embeddings:
+        else:
+            embed = DenseEmbedding(table, self.dtype)
+        if c.tie_embeddings:
             return embed, make_linear([table], mode=self.mode, dtype=self.dtype, device=self.device)
-        return embed, self.linear([head], self.config.hidden_size, [self.config.vocab_size])
+        return embed, self.linear([head], c.hidden_size, [c.vocab_size])
 
     def layer_done(self, index: int) -> None:
         """Tell the progress callback that layer `index` is loaded."""

@@ -74,7 +74,10 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def dense(parts: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The parts below one another as one dense tensor [sum of rows, columns]."""
+    """The parts below one another as one dense tensor [sum of rows, columns]. A single tensor is not copied if it is
+    what is wanted already."""
+    if len(parts) == 1 and isinstance(parts[0], torch.Tensor):
+        return parts[0].to(device, dtype)
     rows = sum(part.shape[0] for part in parts)
     out = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=device)
     start = 0
