@@ -56,7 +56,8 @@ def address(short_dir: Path) -> str:
 @pytest.fixture
 def raw(address: str) -> Iterator[zmq.Socket[bytes]]:
     """A peer that sends what it likes."""
-    with zmq.Context.instance().socket(zmq.PUSH) as peer:
+    peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    with peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.connect(address)
         yield peer
@@ -87,7 +88,7 @@ def test_drain_takes_no_more_than_its_limit(address: str) -> None:
 
 def test_post_wakes_a_waiting_thread_and_keeps_order(address: str) -> None:
     with Receiver[Any](address, EngineMessage) as receiver:
-        timer = threading.Timer(0.05, lambda: [receiver.post(Abort(request_ids=[1])), receiver.post(Shutdown())])
+        timer = threading.Timer(0.05, lambda: list(map(receiver.post, (Abort(request_ids=[1]), Shutdown()))))
         timer.start()
         assert receive(receiver, 2) == [Abort(request_ids=[1]), Shutdown()]
         timer.join()

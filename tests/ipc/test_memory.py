@@ -33,11 +33,8 @@ def ends(request: pytest.FixtureRequest, short_dir: Path) -> Iterator[Ends]:
         yield Ends(channel, channel, channel.send_bytes)
         return
     address = f"ipc://{short_dir}/x"
-    with (
-        Receiver[Any](address, EngineMessage) as inbox,
-        Sender(address) as outbox,
-        zmq.Context.instance().socket(zmq.PUSH) as raw,
-    ):
+    raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    with Receiver[Any](address, EngineMessage) as inbox, Sender(address) as outbox, raw:
         raw.setsockopt(zmq.LINGER, 0)
         raw.connect(address)
         yield Ends(inbox, outbox, raw.send)

@@ -37,7 +37,7 @@ def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEA
 
 def alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -105,7 +105,7 @@ class Launch:
             line = self._lines.get(timeout=max(0.01, end - time.monotonic()))
             if line is None:
                 pytest.fail(f"ended without {kind!r}; events {self.events}; stderr:\n{self.stderr}")
-            event = json.loads(line)
+            event: dict[str, Any] = json.loads(line)
             self.events.append(event)
             if event["event"] == "ready":
                 self.pids = event["pids"]

@@ -63,7 +63,7 @@ def body(config: FakeConfig, child: Child) -> None:
             os._exit(3)
         case "noisy":
             sys.stderr.write("x" * 3_000_000 + "\nend of the noise\n")
-    with Receiver(config.inbox, ModelReady | ProcessLost | Shutdown) as inbox:
+    with Receiver[Any](config.inbox, ModelReady | ProcessLost | Shutdown) as inbox:
         with child.phase("warming up"):
             child.progress("warming up", 1.0)
         while config.behaviour == "never_ready":

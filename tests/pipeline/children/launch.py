@@ -5,6 +5,7 @@ SETTINGS is JSON: {"fake": {"journal", "behaviours", "grace_s"}} or {"real": a L
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
@@ -29,9 +30,8 @@ def main() -> int:
         tell(event="run_dir", path=str(run_dir.path))
         if "fake" not in settings:
             return process_specs(launch, run_dir)
-        from fake_child import fake_specs
-
-        return fake_specs(run_dir, **settings["fake"])
+        specs: list[ProcessSpec] = importlib.import_module("fake_child").fake_specs(run_dir, **settings["fake"])
+        return specs
 
     def on_ready(facts: Facts) -> None:
         tell(
