@@ -14,14 +14,33 @@ def _torch(spec: AttentionSpec) -> Attention:
     return TorchAttention(spec)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[AttentionSpec], Attention]] = {"torch": _torch}
+def _cpu(spec: AttentionSpec) -> Attention:
+    from engine_core.attention.cpu import CpuAttention
+
+    if not CpuAttention.supports(spec):
+        raise UserError(
+            "--attention cpu needs float32 on the CPU, head sizes that are multiples of 16, and --block-size 16, 32 or "
+            "64; use --attention torch"
+        )
+    return CpuAttention(spec)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[AttentionSpec], Attention]] = {"torch": _torch, "cpu": _cpu}
 
 
 def make_attention(name: str, spec: AttentionSpec) -> Attention:
     """The implementation `name`, or the best one for the device if it is "auto". The KV pool is not allocated yet."""
     if name == "auto":
-        name = "torch"
+        name = _best(spec)
     if name not in IMPLEMENTATIONS:
         known = ", ".join(sorted(IMPLEMENTATIONS))
         raise UserError(f"--attention {name} is not available here; choose one of: auto, {known}")
     return IMPLEMENTATIONS[name](spec)
+
+
+def _best(spec: AttentionSpec) -> str:
+    if spec.device.type == "cpu":
+        from engine_core.attention.cpu import CpuAttention
+
+        return "cpu" if CpuAttention.supports(spec) else "torch"
+    return "torch"

@@ -25,6 +25,7 @@ from numba import types
 from numba.core import config as numba_config
 from numba.extending import intrinsic
 
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64))
 
 
@@ -57,7 +58,7 @@ def compile_kernel(function: Callable[..., None]) -> int:
         before = numba_config.CACHE_DIR
         numba_config.CACHE_DIR = str(directory) if cached else before
         try:
-            compiled = numba.cfunc(KERNEL_SIGNATURE, cache=cached)(function)
+            compiled = numba.cfunc(KERNEL_SIGNATURE, cache=cached, error_model="numpy")(function)
         finally:
             numba_config.CACHE_DIR = before
     _alive.append(compiled)
@@ -94,18 +95,24 @@ class Team:
         self._parallel = _openmp_parallel() if openmp else None
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, kernel: int, args: Sequence[int]) -> None:
-        """Call the kernel at address `kernel` on every thread with `[0, *args]` and return when all are done."""
+    def run(self, kernel: int, args: Sequence[int], parallel: bool = True) -> None:
+        """Call the kernel at address `kernel` on every thread with `[0, *args]` and return when all are done.
+
+        Work too small to share is done by the calling thread alone if `parallel` is false.
+        """
         block = array("q", (0, *args))
         address = block.buffer_info()[0]
-        threads = torch.get_num_threads()
+        threads = torch.get_num_threads() if parallel else 1
+        if threads == 1:
+            _CALL(kernel)(address)
+            return
         if self._parallel is not None:
             self._parallel(kernel, address, threads, 0)
             return
-        call = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(kernel)
-        if threads > 1 and self._pool is None:
+        call = _CALL(kernel)
+        if self._pool is None:
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kernel")
-        others = [self._pool.submit(call, address) for _ in range(threads - 1)] if self._pool else []
+        others = [self._pool.submit(call, address) for _ in range(threads - 1)]
         call(address)
         wait(others)
 

@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: float32 inputs, weights as blocks of 4 or 8 bits (or plain float32)."""
+"""Linear layers on packed weights: float32 inputs, weights as blocks of int8 or as plain float32."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def _kernel(form: WeightFormat) -> Callable[[Any], None]:
     """Arguments: counter, x, x_stride, rows, weights, scales, blocks, chunks, out, out_stride."""
     tile1, tile2 = linear_tile(form, 1, 4), linear_tile(form, 2, 2)
     tile4, tile6 = linear_tile(form, 4, 1), linear_tile(form, 6, 1)
+    group_bytes = GROUP * form.bits // 8  # 16 outputs further in a row of 64
     block_bytes, block_scales, minimum = form.block_bytes, form.block_scales, form.minimum
 
     def kernel(args: Any) -> None:
@@ -36,15 +37,15 @@ def _kernel(form: WeightFormat) -> Callable[[Any], None]:
                 break
             chunk, first_row = task % chunks, task // chunks * ROWS
             last_row = min(rows, first_row + ROWS)
-            for group in range(CHUNK):
-                w = weights + (chunk * blocks * CHUNK + group) * block_bytes
+            for group in range(CHUNK // GROUP):
+                w = weights + chunk * blocks * block_bytes + group * group_bytes
                 s = scales + (chunk * blocks * block_scales + group * GROUP) * 2
                 row = first_row
                 while row < last_row:
                     left = last_row - row
                     xr = x + row * x_stride * 4
                     sr = sums.ctypes.data + row * blocks * 4
-                    o = out + (row * out_stride + (chunk * CHUNK + group) * GROUP) * 4
+                    o = out + (row * out_stride + chunk * CHUNK + group * GROUP) * 4
                     if left >= 6:
                         tile6(xr, x_stride, w, s, sr, blocks, o, out_stride)
                         row += 6
@@ -89,7 +90,7 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self._kernel = linear_kernel(weight.form)
         chunks, blocks = weight.data.shape[:2]
-        self._width = chunks * CHUNK * GROUP
+        self._width = chunks * CHUNK
         self._weight_args = (weight.data.data_ptr(), weight.scales.data_ptr(), blocks, chunks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Repacks weights for the CPU kernels: what a GGUF file holds in 4, 5 or 8 bits exactly, anything else as int8."""
+"""Repacks weights for the CPU kernels: a GGUF file's blocks of 4, 5 or 8 bits exactly, anything else rounded to int8.
+
+Four bits are widened too: fetching half the bytes gained nothing over the work of taking nibbles apart.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from engine_core.kernels.cpu_tile import BLOCK, CHUNK, GROUP, WeightFormat
+from engine_core.kernels.cpu_tile import BLOCK, CHUNK, WeightFormat
 from engine_core.loader.weights import Weight
 
 
@@ -19,7 +22,7 @@ class PackedWeight:
 
     form: WeightFormat
     shape: tuple[int, int]
-    data: torch.Tensor  # uint8 [chunks, blocks, 4, block_bytes]
+    data: torch.Tensor  # uint8 [chunks, blocks, block_bytes]
     scales: torch.Tensor  # float16 [chunks, blocks, 1 or 2, 64]; empty for plain floats
 
 
@@ -27,35 +30,24 @@ class PackedWeight:
 class Quants:
     """A matrix whose blocks of 32 are `scale * integer + minimum`."""
 
-    values: torch.Tensor  # [rows, blocks, 32] int8, or [rows, blocks, 16] uint8 with elements i and i + 16 in byte i
+    values: torch.Tensor  # int8 [rows, blocks, 32]
     scales: torch.Tensor  # float16 [rows, blocks]
     minima: torch.Tensor | None
 
-    @property
-    def bits(self) -> int:
-        return 8 if self.values.dtype == torch.int8 else 4
-
-    def widened(self) -> torch.Tensor:
-        """The integers as int8."""
-        if self.bits == 8:
-            return self.values
-        return torch.cat([self.values & 15, self.values >> 4], 2).view(torch.int8)
-
 
 def pack_quantized(parts: Sequence[Weight]) -> PackedWeight:
-    """The parts below one another, with 4 bits per weight if all of them have that, else 8."""
+    """The parts below one another."""
     quants = [read_quants(part) for part in parts]
-    bits = max(part.bits for part in quants)
-    values = torch.cat([part.values if bits == 4 else part.widened() for part in quants])
+    values = torch.cat([part.values for part in quants])
     kinds = [torch.cat([part.scales for part in quants])]
     if any(part.minima is not None for part in quants):
         kinds.append(torch.cat([torch.zeros_like(q.scales) if q.minima is None else q.minima for q in quants]))
     rows, blocks = kinds[0].shape
-    scales = torch.stack([_pad(kind).view(-1, CHUNK * GROUP, blocks) for kind in kinds], 1)
+    scales = torch.stack([_pad(kind).view(-1, CHUNK, blocks) for kind in kinds], 1)
     return PackedWeight(
-        form=WeightFormat(bits, minimum=len(kinds) == 2),
+        form=WeightFormat(8, minimum=len(kinds) == 2),
         shape=(rows, blocks * BLOCK),
-        data=_lanes_last(values.view(torch.uint8)),
+        data=_lanes_last(values),
         scales=scales.permute(0, 3, 1, 2).contiguous(),
     )
 
@@ -76,10 +68,9 @@ def read_quants(weight: Weight) -> Quants:
     blocks = torch.from_numpy(np.array(weight.data)).view(rows, weight.shape[1] // BLOCK, -1)
     match weight.ggml_type:
         case types.Q4_0:
-            scales = _half(blocks, 0)
-            return Quants(blocks[:, :, 2:], scales, scales * -8)
+            return Quants(_nibbles(blocks[:, :, 2:]) - 8, _half(blocks, 0), None)
         case types.Q4_1:
-            return Quants(blocks[:, :, 4:], _half(blocks, 0), _half(blocks, 2))
+            return Quants(_nibbles(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
         case types.Q5_0:
             return Quants(_five_bits(blocks[:, :, 2:]) - 16, _half(blocks, 0), None)
         case types.Q5_1:
@@ -103,21 +94,25 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return blocks[:, :, at : at + 2].contiguous().view(torch.float16)[:, :, 0]
 
 
+def _nibbles(blocks: torch.Tensor) -> torch.Tensor:
+    """int8 [rows, blocks, 32] from 16 bytes that hold elements i and i + 16 in byte i."""
+    return torch.cat([blocks & 15, blocks >> 4], 2).view(torch.int8)
+
+
 def _five_bits(blocks: torch.Tensor) -> torch.Tensor:
     """int8 [rows, blocks, 32] from 4 bytes of fifth bits followed by 16 bytes of nibbles."""
     fifth = (blocks[:, :, :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    nibbles = torch.cat([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], 2)
-    return (nibbles | (fifth.flatten(2) << 4)).view(torch.int8)
+    return _nibbles(blocks[:, :, 4:]) | (fifth.flatten(2) << 4).view(torch.int8)
 
 
 def _lanes_last(values: torch.Tensor) -> torch.Tensor:
-    """[rows, blocks, n] -> uint8 [chunks, blocks, 4, n * 16 elements], the 16 rows of a group side by side."""
+    """[rows, blocks, n] -> uint8 [chunks, blocks, n * 64 elements], the 64 rows of a chunk side by side."""
     blocks, count = values.shape[1:]
-    grouped = _pad(values).view(-1, CHUNK, GROUP, blocks, count).permute(0, 3, 1, 4, 2).contiguous()
-    return grouped.view(-1, blocks, CHUNK, count * GROUP).view(torch.uint8)
+    chunks = _pad(values).view(-1, CHUNK, blocks, count).permute(0, 2, 3, 1).contiguous()
+    return chunks.view(-1, blocks, count * CHUNK).view(torch.uint8)
 
 
 def _pad(values: torch.Tensor) -> torch.Tensor:
     """Zero rows up to whole chunks."""
-    missing = -values.shape[0] % (CHUNK * GROUP)
+    missing = -values.shape[0] % CHUNK
     return torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) if missing else values

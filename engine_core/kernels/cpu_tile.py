@@ -16,8 +16,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 8  # floats in a vector
-GROUP = 16  # outputs whose weights are stored together
-CHUNK = 4  # groups in a chunk, the unit of work: with one row of input its weights are read front to back
+GROUP = 16  # outputs of a tile with many rows
+CHUNK = 64  # outputs whose weights lie side by side, the unit of work: one row of input reads them front to back
 BLOCK = 32  # inputs that share a scale
 UNROLL = 4  # steps of k written out
 
@@ -25,29 +25,29 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 _VF32 = ir.VectorType(_F32, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
-_ZERO = ir.Constant(_VF32, [0.0] * LANES)
+ZERO = ir.Constant(_VF32, [0.0] * LANES)
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a block of 32 weights is kept: `bits` per weight (4 and 8 are integers with a half-precision scale per
-    block, 32 is plain float), and whether a block has a minimum that is added to each of its weights."""
+    """How a block of 32 weights is kept: as int8 with a half-precision scale (`bits` 8) or as plain floats (32), and
+    whether a block has a minimum that is added to each of its weights."""
 
     bits: int
     minimum: bool = False
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of all the outputs of a group, without scales."""
-        return GROUP * BLOCK * self.bits // 8
+        """Bytes of one block of all the outputs of a chunk, without scales."""
+        return CHUNK * BLOCK * self.bits // 8
 
     @property
     def block_scales(self) -> int:
         """Scales and minima of one block of all the outputs of a chunk."""
-        return 0 if self.bits == 32 else CHUNK * GROUP * (2 if self.minimum else 1)
+        return 0 if self.bits == 32 else CHUNK * (2 if self.minimum else 1)
 
 
-class _Emit:
+class Emit:
     """Writes instructions; addresses are 64-bit integers, offsets are in elements."""
 
     def __init__(self, builder: Any) -> None:
@@ -76,37 +76,28 @@ class _Emit:
         return self.b.call(function, [x, y, z])
 
     def accumulators(self, rows: int, vectors: int) -> list[list[Any]]:
-        return [[cgutils.alloca_once_value(self.b, _ZERO) for _ in range(vectors)] for _ in range(rows)]
+        return [[cgutils.alloca_once_value(self.b, ZERO) for _ in range(vectors)] for _ in range(rows)]
 
-    def weights(self, form: WeightFormat, block: Any, step: Any, group: int, half: int, high: bool) -> Any:
-        """Eight outputs' weights as floats: of k = `step`, or of k = `step` + 16 if `high`."""
-        index = self.b.add(self.b.mul(step, self.const(GROUP)), self.const(half * LANES))
-        start = self.b.add(block, self.const(group * form.block_bytes))
+    def weights(self, form: WeightFormat, block: Any, step: Any, v: int) -> Any:
+        """The weights of input `step` of a block for the eight outputs of vector `v`, as floats."""
+        index = self.b.add(self.b.mul(step, self.const(CHUNK)), self.const(v * LANES))
         if form.bits == 32:
-            return self.load(start, _F32, index, LANES)
-        raw = self.load(start, _I8, index, LANES)
-        if form.bits == 8:
-            return self.b.sitofp(self.b.sext(raw, _VI32), _VF32)
-        wide = self.b.zext(raw, _VI32)
-        if high:
-            nibble = self.b.lshr(wide, ir.Constant(_VI32, [4] * LANES))
-        else:
-            nibble = self.b.and_(wide, ir.Constant(_VI32, [15] * LANES))
-        return self.b.sitofp(nibble, _VF32)
+            return self.load(block, _F32, index, LANES)
+        return self.b.sitofp(self.b.sext(self.load(block, _I8, index, LANES), _VI32), _VF32)
 
 
 def linear_tile(form: WeightFormat, rows: int, groups: int) -> Any:
     """An intrinsic that computes `rows` x `16 * groups` outputs of a linear layer from packed weights.
 
     `tile(x, x_stride, weights, scales, sums, blocks, out, out_stride)`: addresses, and strides in elements. `weights`
-    and `scales` point at the tile's first group in a chunk that `cpu_linear.pack` and `pack_scales` laid out; `sums`
-    is [rows, blocks] float32, the sum of each block of x (read where the format has minima).
+    and `scales` point at the tile's first output in a chunk of a `PackedWeight`; `sums` is [rows, blocks] float32,
+    the sum of each block of x (read where the format has minima).
     """
     vectors = 2 * groups
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, x_stride, weights, scales, sums, blocks, out, out_stride = values
-        e = _Emit(builder)
+        e = Emit(builder)
         total = e.accumulators(rows, vectors)
         part = e.accumulators(rows, vectors)
         x_rows = [builder.add(x, builder.mul(builder.mul(x_stride, e.const(4)), e.const(m))) for m in range(rows)]
@@ -114,14 +105,10 @@ def linear_tile(form: WeightFormat, rows: int, groups: int) -> Any:
             block = loop.index
             for row in part:
                 for slot in row:
-                    builder.store(_ZERO, slot)
-            start = builder.add(weights, builder.mul(block, e.const(CHUNK * form.block_bytes)))
+                    builder.store(ZERO, slot)
+            start = builder.add(weights, builder.mul(block, e.const(form.block_bytes)))
             k0 = builder.mul(block, e.const(BLOCK))
-            if form.bits == 4:
-                _multiply_block(e, form, groups, start, x_rows, k0, part, False)
-                _multiply_block(e, form, groups, start, x_rows, builder.add(k0, e.const(BLOCK // 2)), part, True)
-            else:
-                _multiply_block(e, form, groups, start, x_rows, k0, part, False)
+            _multiply_block(e, form, vectors, start, x_rows, k0, part)
             for v in range(vectors):
                 _add_block(e, form, v, block, scales, sums, blocks, part, total)
         for m in range(rows):
@@ -140,15 +127,14 @@ def linear_tile(form: WeightFormat, rows: int, groups: int) -> Any:
 
 
 def _multiply_block(
-    e: _Emit, form: WeightFormat, groups: int, start: Any, x_rows: list[Any], k0: Any, part: Any, high: bool
+    e: Emit, form: WeightFormat, vectors: int, start: Any, x_rows: list[Any], k0: Any, part: Any
 ) -> None:
-    """part[m][v] += the sum over a block (4 bits: the low or high half of it) of x[m, k] * weight[v, k]."""
+    """part[m][v] += the sum over the inputs of a block of x[m, k] * weight[v, k]."""
     b = e.b
-    steps = BLOCK // 2 if form.bits == 4 else BLOCK
-    with cgutils.for_range(b, e.const(steps // UNROLL), intp=_I64) as loop:
+    with cgutils.for_range(b, e.const(BLOCK // UNROLL), intp=_I64) as loop:
         for u in range(UNROLL):
             step = b.add(b.mul(loop.index, e.const(UNROLL)), e.const(u))
-            weights = [e.weights(form, start, step, v // 2, v % 2, high) for v in range(2 * groups)]
+            weights = [e.weights(form, start, step, v) for v in range(vectors)]
             for m, x_row in enumerate(x_rows):
                 value = e.broadcast(e.load(x_row, _F32, b.add(k0, step)))
                 for v, weight in enumerate(weights):
@@ -156,7 +142,7 @@ def _multiply_block(
 
 
 def _add_block(
-    e: _Emit, form: WeightFormat, v: int, block: Any, scales: Any, sums: Any, blocks: Any, part: Any, total: Any
+    e: Emit, form: WeightFormat, v: int, block: Any, scales: Any, sums: Any, blocks: Any, part: Any, total: Any
 ) -> None:
     """total[m][v] += scale * part[m][v] + minimum * sums[m]."""
     b = e.b
@@ -165,7 +151,7 @@ def _add_block(
     if form.bits != 32:
         scale = b.fpext(e.load(scales, _F16, at, LANES), _VF32)
     if form.minimum:
-        minimum = b.fpext(e.load(scales, _F16, b.add(at, e.const(CHUNK * GROUP)), LANES), _VF32)
+        minimum = b.fpext(e.load(scales, _F16, b.add(at, e.const(CHUNK)), LANES), _VF32)
     for m in range(len(part)):
         value = b.load(total[m][v])
         block_sum = b.load(part[m][v])
@@ -185,7 +171,7 @@ def dense_tile(rows: int, vectors: int, accumulate: bool) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         a, a_stride, b, b_stride, count, c, c_stride = values
-        e = _Emit(builder)
+        e = Emit(builder)
         total = e.accumulators(rows, vectors)
         a_rows = [builder.add(a, builder.mul(builder.mul(a_stride, e.const(4)), e.const(m))) for m in range(rows)]
         places = [

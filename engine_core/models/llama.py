@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from engine_core.attention.base import Attention
 from engine_core.batch import ForwardBatch
+from engine_core.layers.activation import silu_and_mul
 from engine_core.layers.rope import RotaryEmbedding, rotate
 from engine_core.loader.checkpoint import ModelBuilder
 
@@ -47,8 +47,7 @@ class LlamaMLP:
         self.down_proj = build.linear([f"{prefix}.down_proj"], c.intermediate_size, (c.hidden_size,), bias=c.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
 
 
 class LlamaLayer:
