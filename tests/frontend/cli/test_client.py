@@ -62,7 +62,7 @@ def test_a_refusal_is_told_in_the_servers_words(fake_server: FakeServer) -> None
 
 def test_a_stream_that_breaks_off_is_an_error(fake_server: FakeServer) -> None:
     fake_server.break_off = True
-    got = []
+    got: list[str] = []
     with pytest.raises(ServerError, match="in the middle of the answer"):
         got.extend(Client(fake_server.url).stream_chat(ASK, AnswerOptions()))
     assert got == ["Hel", "lo"]
