@@ -187,13 +187,14 @@ class WindowStream:
     Exact for decoders that look no further than `WINDOW` tokens back.
     """
 
-    __slots__ = ("_ids", "_read", "_skipped", "_tokenizer")
+    __slots__ = ("_before", "_ids", "_read", "_skipped", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, context: list[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._ids = context  # context whose text is out, then tokens whose text is not
         self._read = len(context)
+        self._before = self._decode()  # text of the first `_read` ids
 
     def push(self, token: int) -> str:
         if token < 0:
@@ -201,19 +202,22 @@ class WindowStream:
         if token in self._skipped or self._tokenizer.id_to_token(token) is None:
             return ""
         self._ids.append(token)
-        return self._advance(final=False)
+        text = self._decode()
+        certain = not text.endswith("\ufffd") and text.startswith(self._before)
+        return self._advance(text) if certain or len(self._ids) - self._read >= WINDOW else ""
 
     def flush(self) -> str:
-        return self._advance(final=True)
+        return self._advance(self._decode())
 
-    def _advance(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[: self._read], skip_special_tokens=False)
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=False)
-        certain = not text.endswith("\ufffd") and text.startswith(before)
-        if not certain and not final and len(self._ids) - self._read < WINDOW:
-            return ""
-        delta = text[_common_length(before, text) :]
-        self._ids = self._ids[-WINDOW:]
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)
+
+    def _advance(self, text: str) -> str:
+        delta = text[_common_length(self._before, text) :]
+        self._before = text
+        if len(self._ids) > 2 * WINDOW:
+            self._ids = self._ids[-WINDOW:]
+            self._before = self._decode()
         self._read = len(self._ids)
         return delta
 

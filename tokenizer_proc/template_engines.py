@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ MAX_NUMBER = 1 << 20  # as an argument of a filter or method: widths, counts
 FUEL = 5_000_000  # MiniJinja instructions, about half a second
 MAX_TICKS = 1_000_000  # jinja2 loop rounds and calls
 MAX_SECONDS = 2.0
+_LARGE_WIDTH = re.compile(r"\*|[0-9]{5}")  # in a %-format
 
 
 class TemplateError(ValueError):
@@ -142,8 +144,8 @@ class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise TemplateError("the chat template makes too long a text")
         if operator == "**" and not -1000 <= right <= 1000:
             raise TemplateError("the chat template makes too large a number")
-        if operator == "%" and isinstance(left, str) and any(char.isdigit() or char == "*" for char in left):
-            raise TemplateError("the chat template formats with widths, which is not supported")
+        if operator == "%" and isinstance(left, str) and _LARGE_WIDTH.search(left):
+            raise TemplateError("the chat template formats with too large a width")
         return _limited(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
