@@ -151,9 +151,9 @@ def _attend() -> Callable[[Any], None]:
 
 @cache
 def write_kernel() -> int:
-    return compile_kernel(_write)
+    return compile_kernel("write_kv", lambda: _write)
 
 
 @cache
 def attend_kernel() -> int:
-    return compile_kernel(_attend())
+    return compile_kernel("attend", _attend)

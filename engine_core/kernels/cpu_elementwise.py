@@ -76,7 +76,7 @@ def _silu_and_mul(args: Any) -> None:
 
 @cache
 def _compiled(name: str) -> int:
-    return compile_kernel({"norm": _add_rms_norm, "rotate": _rotate, "silu": _silu_and_mul}[name])
+    return compile_kernel(name, lambda: {"norm": _add_rms_norm, "rotate": _rotate, "silu": _silu_and_mul}[name])
 
 
 def supports(x: torch.Tensor) -> bool:

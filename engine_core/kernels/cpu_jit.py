@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
-import threading
+import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,11 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numba
 import torch
 from numba import types
-from numba.core import config as numba_config
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
@@ -30,42 +33,65 @@ KERNEL_SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 def cache_directory() -> Path:
-    """Where machine code is kept: under the user's cache folder, one folder per version of these sources."""
-    digest = hashlib.sha256(numba.__version__.encode())
+    """Where machine code is kept: in the user's cache, one folder per processor and version of these sources."""
+    digest = hashlib.sha256(f"{numba.__version__} {_processor()}".encode())
     for source in sorted(Path(__file__).parent.glob("cpu_*.py")):
         digest.update(source.read_bytes())
-    root = os.environ.get("GAPLESS_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gapless"
-    )
-    return Path(root) / "kernels" / digest.hexdigest()[:16]
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "gapless" / "kernels" / digest.hexdigest()[:16]
 
 
-_lock = threading.RLock()
+def compile_kernel(name: str, make: Callable[[], Callable[[Any], None]]) -> int:
+    """The address of the code of kernel `make()`, compiled or taken from the cache, where it is called `name`.
 
-
-def compile_kernel(function: Callable[..., None]) -> int:
-    """Compile `function(args)`, or load it from the disk cache; returns the address of its code.
-
-    Without a writable cache folder the kernel is compiled again at every start.
+    Numba's own cache is no help: it takes vector intrinsics for new ones in every process. Without a writable cache
+    folder a kernel is compiled again at every start.
     """
-    directory = cache_directory()
+    path = cache_directory() / f"{name}.o"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        cached = os.access(directory, os.W_OK)
+        symbol, _, code = path.read_bytes().partition(b"\n")
     except OSError:
-        cached = False
-    with _lock:  # numba reads the folder from a process-wide setting while it decorates
-        before = numba_config.CACHE_DIR
-        numba_config.CACHE_DIR = str(directory) if cached else before
-        try:
-            compiled = numba.cfunc(KERNEL_SIGNATURE, cache=cached, error_model="numpy")(function)
-        finally:
-            numba_config.CACHE_DIR = before
-    _alive.append(compiled)
-    return int(compiled.address)
+        compiled = numba.cfunc(KERNEL_SIGNATURE, error_model="numpy")(make())
+        symbol = compiled.native_name.encode()
+        code = _target_machine().emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
+        _store(path, symbol + b"\n" + code)
+    engines = _engines()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    engines.append(engine)
+    return int(engine.get_function_address(symbol.decode()))
 
 
-_alive: list[Any] = []  # compiled code lives as long as the process: its address is held by callers
+def _store(path: Path, content: bytes) -> None:
+    """Write the file in one step: other processes may be starting too."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError:
+        logging.getLogger(__name__).warning("cannot keep compiled kernels in %s", path.parent)
+
+
+def _processor() -> tuple[str, str]:
+    """Name and features of this processor, as LLVM calls them."""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def _target_machine() -> Any:
+    cpu, features = _processor()
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=cpu, features=features, opt=3, jit=True
+    )
+
+
+@cache
+def _engines() -> list[Any]:
+    """What holds the code in memory, for as long as the process lives. The first call makes numba's runtime ready."""
+    cpu_target.target_context.codegen()
+    rtsys.initialize(cpu_target.target_context)
+    return []
 
 
 def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:

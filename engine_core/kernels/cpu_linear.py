@@ -79,7 +79,8 @@ def block_sums(x, x_stride, rows, blocks, sums):  # type: ignore[no-untyped-def]
 
 @cache
 def linear_kernel(form: WeightFormat) -> int:
-    return compile_kernel(_kernel(form))
+    name = f"linear{form.bits}" + ("_minimum" if form.minimum else "")
+    return compile_kernel(name, lambda: _kernel(form))
 
 
 class PackedLinear:
