@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 
 import uvloop
@@ -32,6 +33,7 @@ async def _run(config: FrontendProcessConfig, child: Child) -> None:
     sock = listen(config.host, config.port)
     host, port = sock.getsockname()[:2]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: backend.deliver([Shutdown()]))
+    gc.freeze()  # start-up's objects live for ever: no collection needs to look at them again
     child.ready({"host": host, "port": port, "url": client_url(host, port)})
     try:
         await serve(App(config, backend, metrics), backend, inbox, sock, config.grace_seconds)

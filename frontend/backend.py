@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import assert_never
 
 from frontend.errors import ApiError, from_error
 from frontend.handle import Event, Handle
+from frontend.heartbeat import Heartbeat
 from frontend.metrics import Metrics
 from frontend.openai.job import Job, Limits
 from ipc.codec import unpack_request_ids
@@ -66,8 +68,7 @@ class Backend:
         self._handles: dict[int, Handle] = {}
         self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
         self._next_id = config.index << 48  # so that ids of all frontends differ
-        self._step = -1
-        self._progress_at = 0.0
+        self._heartbeat = Heartbeat(config.stall_seconds)
 
     # --- asked by routes --------------------------------------------------------------------------------------------
 
@@ -81,17 +82,17 @@ class Backend:
         """Why the server cannot answer now; None if it is ready and the engine makes progress."""
         if self.phase is not Phase.READY:
             return str(self.phase.value)
-        still = time.monotonic() - self._progress_at
-        if still > self._config.stall_seconds:
-            return f"the engine has made no progress for {still:.0f} s"
-        return None
+        still = self._heartbeat.stalled()
+        return None if still is None else f"the engine has made no progress for {still:.0f} s"
 
     def submit(self, job: Job) -> Handle:
         """Send every prompt of `job` on its way. Raises `ApiError`, then nothing is in flight."""
         self.limits()
         self._check_room(job.num_choices)
         n = job.sampling.n
-        handle = Handle(self._take_ids(job.num_choices), job.num_choices, self._config.stream_buffer_bytes)
+        # What is not streamed is kept until the end anyway; only a client that reads too slowly needs a bound.
+        buffer_bytes = self._config.stream_buffer_bytes if job.stream else sys.maxsize
+        handle = Handle(self._take_ids(job.num_choices), job.num_choices, buffer_bytes)
         self._handles.update(dict.fromkeys(handle.request_ids(), handle))
         self.idle.clear()
         self._metrics.accepted(job.num_choices)
@@ -147,11 +148,12 @@ class Backend:
                     if future is not None and not future.done():
                         future.set_result(message)
                 case EngineStats():
-                    self._heartbeat(message)
+                    self._heartbeat.beat(message)
+                    self._metrics.stats = message
                 case ModelReady():
                     self.model = message
                     self.phase = Phase.READY
-                    self._progress_at = time.monotonic()
+                    self._heartbeat.start()
                 case ProcessLost():
                     logger.error("%s died: %s", message.name, message.detail)
                     self.phase = Phase.LOST
@@ -220,13 +222,6 @@ class Backend:
         if not self._handles:
             self.idle.set()
         return handle
-
-    def _heartbeat(self, stats: EngineStats) -> None:
-        idle = stats.running == 0 and stats.waiting == 0
-        if idle or stats.step != self._step:
-            self._progress_at = time.monotonic()
-        self._step = stats.step
-        self._metrics.stats = stats
 
     async def _call(self, call_id: int, message: Message) -> Encoded | Decoded:
         self.limits()

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.errors import from_error
 from frontend.handle import Event
 from frontend.openai.answer import Identity, Tally
 from frontend.openai.job import Job
@@ -112,8 +113,7 @@ class Chunks:
 
 def error_events(error: Error) -> bytes:
     """The end of a stream that failed after its headers were sent."""
-    value = {"message": error.message, "type": error.type, "param": error.param, "code": error.code or error.status}
-    return b"data: " + _encode({"error": value}) + b"\n\n" + DONE
+    return b"data: " + from_error(error).body() + b"\n\n" + DONE
 
 
 def coalesce(events: Iterable[Event]) -> list[Event]:

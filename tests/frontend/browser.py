@@ -122,7 +122,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 20.0) -> None:
+    def wait(self, condition: str, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while not self.js(f"Boolean({condition})"):
             assert time.monotonic() < end, f"never became true: {condition}\n{self.js('document.body.innerText')}"

@@ -41,13 +41,16 @@ def fake(server: FakeServer) -> Fake:
 
 @pytest.fixture
 def http(server: FakeServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
         yield client
 
 
 @pytest.fixture
 def client(server: FakeServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client(trust_env=False)
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
     ) as client:
         yield client

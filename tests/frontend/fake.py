@@ -37,6 +37,7 @@ from ipc.messages import (
     EngineMessage,
     EngineStats,
     Error,
+    FinishReason,
     FrontendMessage,
     ModelReady,
     Opened,
@@ -113,7 +114,7 @@ class Fake:
     def last(self) -> Submit:
         return self.submits[-1]
 
-    def wait_for_aborts(self, ids: set[int], seconds: float = 10.0) -> bool:
+    def wait_for_aborts(self, ids: set[int], seconds: float = 60.0) -> bool:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if ids <= set(self.aborts):
@@ -183,7 +184,7 @@ class Fake:
     def _answer(self, submit: Submit, pause: float) -> None:
         sampling = submit.sampling
         limit = len(TOKENS) if sampling.max_tokens is None else min(sampling.max_tokens, len(TOKENS))
-        reason = "length" if limit < len(TOKENS) or sampling.max_tokens == limit else "stop"
+        reason: FinishReason = "length" if limit < len(TOKENS) or sampling.max_tokens == limit else "stop"
         echo = text_of(submit.prompt) if submit.echo else ""
         num_prompt = len(text_of(submit.prompt)) or 1
         prompt_rows: list[TextLogprob | None] = []
@@ -254,7 +255,7 @@ class FakeServer:
         self._started = threading.Event()
         self.thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
         self.thread.start()
-        self._started.wait(10)
+        self._started.wait(60)
         if ready:
             self.fake.ready()
             self.fake.send(stats())
@@ -276,7 +277,7 @@ class FakeServer:
                 outbox.close()
 
     def wait_until_ready(self) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while self.backend.model is None or self.backend.stalled():
             assert time.monotonic() < end, "the frontend did not hear ModelReady"
             time.sleep(0.002)
@@ -284,6 +285,6 @@ class FakeServer:
     def close(self) -> None:
         if self.thread.is_alive():
             self.fake.send(Shutdown())
-        self.thread.join(15)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "the frontend did not stop"
         self.fake.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +18,15 @@ PROTECTED = [
     "/version", "/nothing", "/health/", "/health/../v1/models", "//health", "/Health", "/ready%2f..",
 ]  # fmt: skip
 
+RIGHT: list[Any] = [{"authorization": b"Bearer " + KEY.encode()}, {"x-api-key": KEY.encode()}]
+WRONG: list[Any] = [
+    {},
+    {"authorization": "Bearer wrong"},
+    {"authorization": KEY.encode()},
+    {"authorization": b"Bearer " + KEY.encode()[:-1]},
+    {"x-api-key": "x"},
+]
+
 
 @pytest.fixture(scope="module")
 def locked(make_server: Callable[..., FakeServer]) -> FakeServer:
@@ -26,13 +36,7 @@ def locked(make_server: Callable[..., FakeServer]) -> FakeServer:
 @pytest.mark.parametrize("path", PROTECTED)
 def test_everything_but_probes_and_page_needs_the_key(locked: FakeServer, path: str) -> None:
     with httpx.Client(trust_env=False) as http:
-        for headers in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": KEY.encode()},
-            {"authorization": b"Bearer " + KEY.encode()[:-1]},
-            {"x-api-key": "x"},
-        ):
+        for headers in WRONG:
             for method in ("GET", "POST"):
                 response = http.request(method, locked.url + path, headers=headers)
                 assert response.status_code == 401
@@ -42,7 +46,7 @@ def test_everything_but_probes_and_page_needs_the_key(locked: FakeServer, path: 
 
 def test_the_key_opens(locked: FakeServer) -> None:
     with httpx.Client(base_url=locked.url, trust_env=False) as http:
-        for headers in ({"authorization": b"Bearer " + KEY.encode()}, {"x-api-key": KEY.encode()}):
+        for headers in RIGHT:
             assert http.get("/v1/models", headers=headers).status_code == 200
             assert http.get("/metrics", headers=headers).status_code == 200
         for path in ("/", "/health", "/ready"):

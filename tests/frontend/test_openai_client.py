@@ -14,7 +14,7 @@ from ipc.sampling import SamplingParams
 from tests.frontend.fake import MAX_MODEL_LEN, MODEL, TOKENS, Fake, FakeServer
 
 TEXT = "".join(TOKENS)
-USER = [{"role": "user", "content": "hi"}]
+USER: list[Any] = [{"role": "user", "content": "hi"}]
 
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0}, {"temperature": 0}),
@@ -49,7 +49,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_sampling_fields_reach_the_engine(
     client: openai.OpenAI, fake: Fake, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    chat = client.chat.completions.create(model=MODEL, messages=USER, extra_body=given)  # type: ignore[arg-type]
+    chat = client.chat.completions.create(model=MODEL, messages=USER, extra_body=given)
     assert fake.last().sampling == SamplingParams(**expected)
     assert len(chat.choices) == expected.get("n", 1)
     completion = client.completions.create(model=MODEL, prompt="hi", extra_body=given)
@@ -58,7 +58,7 @@ def test_sampling_fields_reach_the_engine(
 
 
 def test_chat_answer(client: openai.OpenAI, fake: Fake) -> None:
-    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
+    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=USER)
     answer = raw.parse()
     assert raw.headers["x-request-id"] == answer.id
     assert answer.object == "chat.completion"
@@ -75,8 +75,8 @@ def test_chat_answer(client: openai.OpenAI, fake: Fake) -> None:
 
 
 def test_chat_stream_equals_whole(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="alias", messages=USER, stream=True, n=2, stream_options={"include_usage": True}  # type: ignore[arg-type]
+    stream: Any = client.chat.completions.create(
+        model="alias", messages=USER, stream=True, n=2, stream_options={"include_usage": True}
     )  # fmt: skip
     chunks = list(stream)
     assert len({chunk.id for chunk in chunks}) == 1
@@ -97,7 +97,7 @@ def test_chat_stream_equals_whole(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}])
 def test_usage_only_when_asked_for(client: openai.OpenAI, options: Any) -> None:
     stream = client.chat.completions.create(
-        model=MODEL, messages=USER, stream=True, stream_options=options  # type: ignore[arg-type]
+        model=MODEL, messages=USER, stream=True, stream_options=options
     )  # fmt: skip
     for chunk in stream:
         assert chunk.usage is None
@@ -106,9 +106,12 @@ def test_usage_only_when_asked_for(client: openai.OpenAI, options: Any) -> None:
 
 async def test_async_client_streams_and_does_not(server: FakeServer) -> None:
     async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=httpx.AsyncClient(trust_env=False)
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
     ) as client:
-        answer = await client.chat.completions.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
+        answer = await client.chat.completions.create(model=MODEL, messages=USER)
         assert answer.choices[0].message.content == TEXT
         stream = await client.completions.create(model=MODEL, prompt="hi", stream=True)
         texts = [chunk.choices[0].text async for chunk in stream]
@@ -117,7 +120,7 @@ async def test_async_client_streams_and_does_not(server: FakeServer) -> None:
 
 def test_max_completion_tokens_wins_and_length_is_told(client: openai.OpenAI, fake: Fake) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=USER, max_tokens=7, max_completion_tokens=2  # type: ignore[arg-type]
+        model=MODEL, messages=USER, max_tokens=7, max_completion_tokens=2
     )  # fmt: skip
     assert fake.last().sampling.max_tokens == 2
     assert answer.choices[0].finish_reason == "length"
@@ -140,7 +143,7 @@ def test_chat_logprobs(client: openai.OpenAI, fake: Fake) -> None:
         for token in chunk.choices[0].logprobs.content or []
     ]
     assert streamed == whole.content
-    alone = client.chat.completions.create(model=MODEL, messages=USER, logprobs=True)  # type: ignore[arg-type]
+    alone = client.chat.completions.create(model=MODEL, messages=USER, logprobs=True)
     assert fake.last().sampling.logprobs == 0
     assert alone.choices[0].logprobs is not None
 
@@ -210,7 +213,7 @@ def test_kinds_of_prompt(client: openai.OpenAI, fake: Fake, prompt: Any, expecte
 
 
 def test_chat_fields_reach_the_tokenizer(client: openai.OpenAI, fake: Fake) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
@@ -222,7 +225,7 @@ def test_chat_fields_reach_the_tokenizer(client: openai.OpenAI, fake: Fake) -> N
     client.chat.completions.create(
         model=MODEL,
         messages=messages,
-        tools=[tool],  # type: ignore[list-item]
+        tools=[tool],
         tool_choice="auto",
         extra_body={
             "continue_final_message": True,
@@ -252,13 +255,13 @@ def test_chat_fields_reach_the_tokenizer(client: openai.OpenAI, fake: Fake) -> N
     "extra", [{"tool_choice": None, "tools": []}, {"tools": None}, {"response_format": {"type": "text"}}]
 )
 def test_fields_that_ask_for_nothing_are_tolerated(client: openai.OpenAI, fake: Fake, extra: Any) -> None:
-    client.chat.completions.create(model=MODEL, messages=USER, extra_body=extra)  # type: ignore[arg-type]
+    client.chat.completions.create(model=MODEL, messages=USER, extra_body=extra)
     assert fake.last().prompt == ChatPrompt(messages=USER)
 
 
 def test_tool_choice_none_hides_the_tools(client: openai.OpenAI, fake: Fake) -> None:
     body = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
-    client.chat.completions.create(model=MODEL, messages=USER, extra_body=body)  # type: ignore[arg-type]
+    client.chat.completions.create(model=MODEL, messages=USER, extra_body=body)
     assert fake.last().prompt == ChatPrompt(messages=USER)
 
 
@@ -270,7 +273,7 @@ def test_add_special_tokens(client: openai.OpenAI, fake: Fake) -> None:
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL
-    assert model.max_model_len == MAX_MODEL_LEN  # type: ignore[attr-defined]
+    assert model.max_model_len == MAX_MODEL_LEN
     assert client.models.retrieve(MODEL).id == client.models.retrieve("alias").id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
@@ -278,10 +281,10 @@ def test_models(client: openai.OpenAI) -> None:
 
 def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
-        client.chat.completions.create(model="gpt-4", messages=USER)  # type: ignore[arg-type]
+        client.chat.completions.create(model="gpt-4", messages=USER)
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as bound:
-        client.chat.completions.create(model=MODEL, messages=USER, temperature=-1)  # type: ignore[arg-type]
+        client.chat.completions.create(model=MODEL, messages=USER, temperature=-1)
     assert bound.value.param == "temperature"
     stream = client.completions.create(model=MODEL, prompt="/fail-late", stream=True)
     with pytest.raises(openai.APIError, match="NaN"):
