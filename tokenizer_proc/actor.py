@@ -8,19 +8,15 @@ from __future__ import annotations
 import logging
 from typing import assert_never
 
-import msgspec
-
 from ipc.actor import Envelope
 from ipc.channel import frontend_key
 from ipc.messages import Decode, Decoded, Encode, Encoded, Error, Generate, Rejected, Shutdown, Submit, TokenizerMessage
-from ipc.sampling import BoundError, SamplingParams
+from ipc.sampling import BoundError
 from tokenizer_proc.encode import check_ids, encode_prompt, from_bytes, text_spec, to_bytes
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.model import TextModel
 
 log = logging.getLogger(__name__)
-
-_SEED_RANGE = 2**64
 
 
 class TokenizerActor:
@@ -63,7 +59,7 @@ class TokenizerActor:
                 request_id=request_id,
                 frontend=submit.frontend,
                 prompt_ids=prompt_ids,
-                sampling=_choice(sampling, index),
+                sampling=sampling.for_choice(index),
                 arrival=submit.arrival,
                 eos_token_ids=model.eos_token_ids,
                 priority=submit.priority,
@@ -89,14 +85,6 @@ class TokenizerActor:
             return Decoded(call_id=call.call_id, text=text)
         except Exception as error:
             return Decoded(call_id=call.call_id, error=_explained(error))
-
-
-def _choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Choices of one prompt with the same seed would be the same answer: choice i gets seed + i."""
-    if index == 0 or sampling.seed is None:
-        return sampling
-    seed = (sampling.seed + index + _SEED_RANGE // 2) % _SEED_RANGE - _SEED_RANGE // 2  # stays in int64
-    return msgspec.structs.replace(sampling, seed=seed)
 
 
 def _explained(error: Exception) -> Error:
