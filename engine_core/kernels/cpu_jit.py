@@ -142,6 +142,11 @@ class Team:
         call(address)
         wait(others)
 
+    def close(self) -> None:
+        """End the threads that this team started itself."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
 
 @intrinsic  # type: ignore[untyped-decorator]
 def next_task(typing_context: Any, args: Any) -> Any:

@@ -1,0 +1,254 @@
+"""The CPU kernels against plain torch in float64, and bit for bit against themselves in other batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Q
+from gguf.quants import quantize as gguf_quantize
+
+from engine_core.attention.base import AttentionSpec
+from engine_core.attention.cpu import CpuAttention
+from engine_core.batch import ForwardBatch
+from engine_core.kernels import cpu_elementwise, cpu_jit
+from engine_core.kernels.cpu_linear import PackedLinear
+from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
+from engine_core.layers.linear import DenseLinear, make_linear
+from engine_core.loader.weights import QuantizedWeight
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    value = secrets.randbits(31)
+    print(f"seed {value}")
+    torch.manual_seed(value)
+    np.random.seed(value)
+    return value
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors start as NaN: an output that a kernel leaves unwritten cannot pass."""
+    empty = torch.empty
+
+    def nan_filled(*size: object, **options: object) -> torch.Tensor:
+        out = empty(*size, **options)  # type: ignore[call-overload]
+        return out.fill_(math.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", nan_filled)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).abs().max() / expected.abs().max())
+
+
+def gguf_weight(kind: Q, rows: int, columns: int) -> QuantizedWeight:
+    values = np.random.standard_normal((rows, columns)).astype(np.float32)
+    return QuantizedWeight(kind, (rows, columns), gguf_quantize(values, kind))
+
+
+EXACT = [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("shape", [(1, 32), (65, 96), (192, 576)])
+def test_quantized_linear_is_the_product_with_the_dequantized_weight(
+    kind: Q, shape: tuple[int, int], threads: int
+) -> None:
+    weight = gguf_weight(kind, *shape)
+    x = torch.randn(9, shape[1])
+    expected = x.double() @ torch.from_numpy(weight.dequantize()).double().T
+    assert error(PackedLinear(pack_quantized([weight]))(x), expected) < 2e-6
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (100, 224), (576, 1536)])
+def test_float_linear_is_as_good_as_torch(shape: tuple[int, int], threads: int) -> None:
+    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(20, shape[1])
+    out = PackedLinear(pack_floats(weight), bias)(x)
+    assert error(out, x.double() @ weight.double().T + bias.double()) < 1e-6
+
+
+def test_parts_of_different_types_stand_one_after_the_other() -> None:
+    parts = [gguf_weight(Q.Q4_1, 40, 64), gguf_weight(Q.Q8_0, 33, 64), gguf_weight(Q.Q5_0, 7, 64)]
+    x = torch.randn(5, 64)
+    matrix = torch.cat([torch.from_numpy(part.dequantize()) for part in parts]).double()
+    assert error(PackedLinear(pack_quantized(parts))(x), x.double() @ matrix.T) < 2e-6
+
+
+def test_other_weights_are_rounded_to_half_a_step() -> None:
+    weight = torch.randn(64, 96)
+    weight[3] = 0
+    recovered = PackedLinear(pack_quantized([weight]))(torch.eye(96)).T
+    step = weight.view(64, 3, 32).abs().amax(2) / 127
+    assert ((recovered - weight).view(64, 3, 32).abs() <= step[:, :, None] * 0.57 + 1e-9).all()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_row_does_not_depend_on_its_batch(exact: bool, threads: int) -> None:
+    weight = torch.randn(200, 160)
+    linear = PackedLinear(pack_floats(weight) if exact else pack_quantized([gguf_weight(Q.Q4_1, 200, 160)]))
+    x = torch.randn(110, 160)
+    together = linear(x)
+    for rows in (*range(1, 18), 47, 48, 49, 97):
+        start = int(torch.randint(0, 110 - rows, ()))
+        assert torch.equal(linear(x[start : start + rows]), together[start : start + rows]), rows
+
+
+def test_linear_takes_strided_rows_other_dtypes_and_no_rows() -> None:
+    linear = PackedLinear(pack_floats(torch.randn(70, 64)))
+    wide = torch.randn(6, 100)
+    assert torch.equal(linear(wide[:, 10:74]), linear(wide[:, 10:74].contiguous()))
+    assert torch.equal(linear(wide.T.contiguous().T[:, :64]), linear(wide[:, :64]))
+    half = wide[:, :64].bfloat16()
+    assert torch.equal(linear(half), linear(half.float()).bfloat16())
+    assert linear(wide[:0, :64]).shape == (0, 70)
+
+
+def test_the_factory_keeps_odd_widths_dense() -> None:
+    assert isinstance(make_linear([torch.randn(8, 48)], mode="int8"), DenseLinear)
+    assert isinstance(make_linear([torch.randn(8, 64)], mode="int8"), PackedLinear)
+    assert isinstance(make_linear([torch.randn(8, 64)], dtype=torch.bfloat16), DenseLinear)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (3, 576), (300, 96)])
+def test_add_and_norm(rows: int, columns: int, threads: int) -> None:
+    x, residual, weight = torch.randn(rows, columns) * 9, torch.randn(rows, columns), torch.randn(columns)
+    out, total = cpu_elementwise.add_rms_norm(x, residual, weight, 1e-5)
+    exact = x.double() + residual.double()
+    assert torch.equal(total, x + residual)
+    assert error(out, exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight.double()) < 1e-6
+    alone, same = cpu_elementwise.add_rms_norm(total[:1], None, weight, 1e-5)
+    assert torch.equal(alone, out[:1])
+    assert torch.equal(same, total[:1])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (5, 1536), (700, 48)])
+def test_silu_and_mul(rows: int, columns: int, threads: int) -> None:
+    x = torch.randn(rows, 2 * columns) * torch.logspace(-3, 2, rows)[:, None]
+    expected = torch.nn.functional.silu(x[:, :columns].double()) * x[:, columns:].double()
+    assert ((cpu_elementwise.silu_and_mul(x).double() - expected).abs() <= 1e-6 * expected.abs() + 1e-30).all()
+    x[0, 0] = math.nan
+    assert cpu_elementwise.silu_and_mul(x)[0, 0].isnan()
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80])
+def test_rotate(dim: int, threads: int) -> None:
+    x = torch.randn(50, 9, dim)[:, 2:7]
+    angles = torch.randn(50, 1, dim // 2)
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    torch.testing.assert_close(cpu_elementwise.rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
+
+
+def spec(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionSpec:
+    return AttentionSpec(1, heads, kv_heads, dim, block_size, torch.float32, torch.device("cpu"))
+
+
+class Sequences:
+    """Random sequences in one KV pool, their blocks scattered over it; fed to an attention in pieces."""
+
+    def __init__(self, shape: AttentionSpec, lengths: list[int]) -> None:
+        self.shape, self.lengths = shape, lengths
+        self.attention = CpuAttention(shape)
+        widths = [-(-length // shape.block_size) for length in lengths]
+        blocks = np.random.permutation(sum(widths) + 3).astype(np.int32)
+        self.attention.allocate(len(blocks))
+        self.tables = np.zeros((len(lengths), max(widths)), np.int32)
+        for row, width in enumerate(widths):
+            self.tables[row, :width], blocks = blocks[:width], blocks[width:]
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        self.qkv = [torch.randn(length, heads, shape.head_dim) for length in lengths]
+
+    def attend(self, pieces: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Each piece is (sequence, start, stop); all of them are one step."""
+        s = self.shape
+        counts = np.array([stop - start for _, start, stop in pieces], np.int32)
+        starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop in pieces])
+        rows = np.repeat([sequence for sequence, _, _ in pieces], counts)
+        slots = self.tables[rows, positions // s.block_size].astype(np.int64) * s.block_size + positions % s.block_size
+        batch = ForwardBatch(
+            token_ids=torch.zeros(len(positions), dtype=torch.int64),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(self.tables[[sequence for sequence, _, _ in pieces]]),
+            query_starts=starts,
+            query_lens=counts,
+            context_lens=np.array([stop for _, _, stop in pieces], np.int32),
+            logits_rows=torch.zeros(0, dtype=torch.int64),
+        )
+        qkv = torch.cat([self.qkv[sequence][start:stop] for sequence, start, stop in pieces])
+        q, k, v = qkv.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 1)
+        self.attention.prepare(batch)
+        out = self.attention(0, q, k, v, batch)
+        return list(out.split(counts.tolist()))
+
+    def expected(self, sequence: int) -> torch.Tensor:
+        s = self.shape
+        parts = self.qkv[sequence].double().split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 1)
+        q, k, v = (part.transpose(0, 1) for part in parts)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64, 16), (4, 4, 16, 32), (8, 1, 80, 16), (6, 2, 128, 64)])
+def test_attention_of_whole_prompts(heads: tuple[int, int, int, int], threads: int) -> None:
+    sequences = Sequences(spec(*heads), [1, 17, 64, 150])
+    for i, out in enumerate(sequences.attend([(i, 0, n) for i, n in enumerate(sequences.lengths)])):
+        assert error(out, sequences.expected(i)) < 2e-6
+
+
+def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(threads: int) -> None:
+    sequences = Sequences(spec(9, 3, 64, 16), [90, 200])
+    first, second = sequences.attend([(0, 0, 90), (1, 0, 200)])
+    pieces = [0, 1, 7, 64, 80, 81, 150, 199, 200]
+    chunks = [sequences.attend([(1, a, b)])[0] for a, b in itertools.pairwise(pieces)]
+    assert torch.equal(torch.cat(chunks), second)
+    decoded = [sequences.attend([(1, 100 + i, 101 + i), (0, 40 + i, 41 + i)]) for i in range(40)]
+    assert torch.equal(torch.cat([step[0] for step in decoded]), second[100:140])
+    assert torch.equal(torch.cat([step[1] for step in decoded]), first[40:80])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    sequences = Sequences(spec(4, 2, 32, 16), [130])
+    sequences.qkv[0] *= 40
+    out = sequences.attend([(0, 0, 130)])[0]
+    assert error(out, sequences.expected(0)) < 1e-4
+
+
+def test_attention_refuses_shapes_it_cannot_compute() -> None:
+    assert CpuAttention.supports(spec(4, 2, 32, 16))
+    assert not CpuAttention.supports(spec(4, 2, 24, 16))
+    assert not CpuAttention.supports(spec(4, 2, 32, 8))
+
+
+def test_a_team_without_openmp_computes_the_same(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    linear = PackedLinear(pack_floats(torch.randn(300, 64)))
+    x = torch.randn(60, 64)
+    expected = linear(x)
+    plain = cpu_jit.Team(openmp=False)
+    monkeypatch.setattr(linear, "_team", plain)
+    assert torch.equal(linear(x), expected)
+    plain.close()
+
+
+def test_kernels_are_compiled_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gapless").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpu_jit.compile_kernel("silu", lambda: cpu_elementwise._silu_and_mul) > 0
