@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from frontend.cli.settings import load
 from frontend.cli.summary import summary
 from ipc.messages import Ready
 
+# Read before the fixtures move it: compiled CPU kernels are kept there too, and compiling them takes its time.
+USERS_CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 README = Path(__file__).parents[3] / "README.md"
 SMALL = ["--kv-tokens", "1024", "--max-model-len", "512", "--threads", "1"]
 
@@ -30,6 +33,7 @@ def cached(monkeypatch: pytest.MonkeyPatch, smollm2_path: Path, tmp_path: Path) 
     folder.mkdir(parents=True)
     (folder / smollm2_path.name).symlink_to(smollm2_path)
     monkeypatch.setenv("GAPLESS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", USERS_CACHE)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # a second start needs no network
 
