@@ -35,12 +35,19 @@ async def _run(config: FrontendProcessConfig, child: Child) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: backend.deliver([Shutdown()]))
     gc.freeze()  # start-up's objects live for ever: no collection needs to look at them again
     child.ready({"host": host, "port": port, "url": client_url(host, port)})
+    announcing = asyncio.ensure_future(_announce(backend, child))
     try:
         await serve(App(config, backend, metrics), backend, inbox, sock, config.grace_seconds)
     finally:
+        announcing.cancel()
         inbox.close()
         for outbox in outboxes.values():
             outbox.close(linger_s=1.0)
+
+
+async def _announce(backend: Backend, child: Child) -> None:
+    await backend.accepting.wait()
+    child.serving()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Backend:
     def __init__(self, config: FrontendProcessConfig, outboxes: Mapping[str, Outbox], metrics: Metrics) -> None:
         self.phase = Phase.LOADING
         self.model: ModelReady | None = None
+        self.accepting = asyncio.Event()  # ModelReady has arrived
         self.stopped = asyncio.Event()  # Shutdown has arrived
         self.idle = asyncio.Event()  # no request is in flight
         self.idle.set()
@@ -154,6 +155,7 @@ class Backend:
                     self.model = message
                     self.phase = Phase.READY
                     self._heartbeat.start()
+                    self.accepting.set()
                 case ProcessLost():
                     logger.error("%s died: %s", message.name, message.detail)
                     self.phase = Phase.LOST

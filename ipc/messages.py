@@ -325,6 +325,12 @@ class Ready(Message, frozen=True):
     seconds: dict[str, float] = {}  # start-up phase -> seconds
 
 
+class Serving(Message, frozen=True):
+    """A frontend has heard `ModelReady`: from now on it accepts requests."""
+
+    name: ShortText
+
+
 class StartFailed(Message, frozen=True):
     """The process cannot start, for a reason the user can act on. No traceback."""
 
@@ -343,4 +349,4 @@ TokenizerMessage = Submit | Encode | Decode | Shutdown
 EngineMessage = Generate | Abort | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
 FrontendMessage = Deltas | Rejected | Encoded | Decoded | EngineStats | ModelReady | ProcessLost | Shutdown
-SupervisorMessage = Progress | Ready | StartFailed
+SupervisorMessage = Progress | Ready | Serving | StartFailed

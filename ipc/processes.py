@@ -34,7 +34,7 @@ class ProcessSpec:
     address: str  # its inbox, where Shutdown goes
     config: Callable[[Facts], msgspec.Struct]
     after: tuple[str, ...] = ()
-    serves_clients: bool = False  # hears ModelReady and ProcessLost
+    serves_clients: bool = False  # hears ModelReady, which it answers with Serving, and ProcessLost
     stop_grace_s: float = 10.0  # from Shutdown to SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)
 

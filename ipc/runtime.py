@@ -23,7 +23,7 @@ from setproctitle import setproctitle
 from ipc.channel import Sender, flush
 from ipc.config import Endpoints
 from ipc.errors import UserError
-from ipc.messages import Progress, Ready, StartFailed
+from ipc.messages import Progress, Ready, Serving, StartFailed
 from ipc.run_dir import read_config, remove_run_directory
 
 PARENT_FD_ENV = "_GAPLESS_PARENT_FD"  # read end of a pipe that nobody writes to; its end is the supervisor's end
@@ -71,6 +71,10 @@ class Child:
     def ready(self, facts: dict[str, Any]) -> None:
         """The inbox is bound and messages will be handled. `facts` are plain JSON values."""
         self._supervisor.send(Ready(name=self.name, pid=os.getpid(), facts=facts, seconds=self._seconds))
+
+    def serving(self) -> None:
+        """Those who serve clients: `ModelReady` has arrived and requests are accepted."""
+        self._supervisor.send(Serving(name=self.name))
 
     def start_failed(self, message: str) -> None:
         self._supervisor.send(StartFailed(name=self.name, message=message[:65_536]))

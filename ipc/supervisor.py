@@ -1,6 +1,7 @@
 """Starts the processes, waits for their Ready, watches them, stops them in order; lives in the launching process.
 
-    start what depends on nothing · each Ready may start more · all Ready: ModelReady to those who serve clients
+    start what depends on nothing · each Ready may start more
+    all Ready:        ModelReady to those who serve clients; once they answer Serving, the server is up
     a process dies:   ProcessLost to those who serve clients, ordered stop, `ProcessFailed` with the cause
     stop requested:   ordered stop: Shutdown to the first, wait, then the next; SIGKILL after each one's grace
 
@@ -15,7 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from ipc.channel import Receiver, Sender
-from ipc.messages import Message, ModelReady, ProcessLost, Progress, Ready, Shutdown, StartFailed, SupervisorMessage
+from ipc.messages import (
+    Message,
+    ModelReady,
+    ProcessLost,
+    Progress,
+    Ready,
+    Serving,
+    Shutdown,
+    StartFailed,
+    SupervisorMessage,
+)
 from ipc.processes import ChildProcess, Facts, ProcessSpec
 from ipc.run_dir import RunDirectory
 
@@ -51,6 +62,7 @@ class Supervisor:
         self._on_progress, self._on_output = on_progress, on_output
         self._children: dict[str, ChildProcess] = {}
         self._ready: dict[str, Ready] = {}
+        self._serving: set[str] = set()
         self._dismissed: set[str] = set()  # told to stop
         self._stop_requests = 0
         self._stopping = False
@@ -80,7 +92,6 @@ class Supervisor:
         try:
             self._start()
             if not self._stop_requests:
-                self._tell_clients(self._model_ready())
                 on_ready(self._ready)
             while not self._stop_requests:
                 self._tick(None)
@@ -100,6 +111,11 @@ class Supervisor:
             for spec in self._specs:
                 if spec.name not in self._children and all(name in self._ready for name in spec.after):
                     self._spawn(spec)
+            self._tick(None)
+        if not self._stop_requests:
+            self._tell_clients(self._model_ready())
+        clients = {spec.name for spec in self._specs if spec.serves_clients}
+        while not clients <= self._serving and not self._stop_requests:
             self._tick(None)
 
     def _spawn(self, spec: ProcessSpec) -> None:
@@ -129,6 +145,8 @@ class Supervisor:
                 case Ready():
                     if message.name in self._children:
                         self._ready[message.name] = message
+                case Serving():
+                    self._serving.add(message.name)
                 case StartFailed():
                     if not self._stopping:
                         raise ProcessFailed(message.name, message.message)
@@ -153,7 +171,7 @@ class Supervisor:
         if name in self._dismissed:
             return
         cause = child.how_it_ended() + ("" if name in self._ready else " while starting")
-        self._tell_clients(ProcessLost(name=name, detail=f"{name} {cause}"))
+        self._tell_clients(ProcessLost(name=name, detail=cause))
         if not self._stopping:
             raise ProcessFailed(name, cause, list(child.last_lines)[-_SHOWN_LINES:])
 

@@ -33,8 +33,8 @@ class FakeConfig(Config, frozen=True):
 
 
 class Journalist:
-    def __init__(self, name: str, path: str) -> None:
-        self._name = name
+    def __init__(self, name: str, path: str, child: Child) -> None:
+        self._name, self._child = name, child
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - lives as long as the process
 
     def write(self, line: str) -> None:
@@ -45,13 +45,14 @@ class Journalist:
             match message:
                 case ModelReady():
                     self.write(f"ModelReady {message.max_model_len} {message.vocab_size}")
+                    self._child.serving()
                 case ProcessLost():
-                    self.write(f"ProcessLost {message.detail}")
+                    self.write(f"ProcessLost {message.name} {message.detail}")
         return []
 
 
 def body(config: FakeConfig, child: Child) -> None:
-    journal = Journalist(config.name, config.journal)
+    journal = Journalist(config.name, config.journal, child)
     journal.write(f"started {config.seen}")
     match config.behaviour:
         case "user_error":
@@ -71,6 +72,7 @@ def body(config: FakeConfig, child: Child) -> None:
         journal.write("Ready")
         child.ready(config.facts)
         if config.behaviour == "deaf":
+            child.serving()  # and never listens
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             while True:
                 time.sleep(3600)
