@@ -37,11 +37,14 @@ def prompts(rng: random.Random, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(320) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.parametrize(("attention", "block_size"), [("torch", 5), ("cpu", 16)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_prefill_chunks_and_decode(family: str, tmp_path: Path, rng: random.Random) -> None:
+def test_full_prefill_chunks_and_decode(
+    family: str, attention: str, block_size: int, tmp_path: Path, rng: random.Random
+) -> None:
     reference = save_model(tmp_path, family)
-    runner = load(tmp_path, kv_tokens=KV_TOKENS, block_size=5)
-    requests = scattered_requests(prompts(rng, 83, 50, 31), 5, KV_TOKENS, rng)
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, block_size=block_size, attention=attention)
+    requests = scattered_requests(prompts(rng, 83, 50, 31), block_size, KV_TOKENS, rng)
     whole = step_logits(runner, [(request, 0, request.num_tokens) for request in requests])
     one_by_one = [step_logits(runner, [(requests[2], i, i + 1)])[0] for i in range(31)]
     for request, logits in zip(requests, whole, strict=True):
@@ -51,11 +54,15 @@ def test_full_prefill_chunks_and_decode(family: str, tmp_path: Path, rng: random
     )
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize(
+    ("attention", "block_size"), [("torch", 1), ("torch", 3), ("torch", 16), ("cpu", 16), ("cpu", 64)]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_random_mixes_of_chunks_and_decodes(family: str, block_size: int, tmp_path: Path, rng: random.Random) -> None:
+def test_random_mixes_of_chunks_and_decodes(
+    family: str, attention: str, block_size: int, tmp_path: Path, rng: random.Random
+) -> None:
     reference = save_model(tmp_path, family)
-    runner = load(tmp_path, kv_tokens=KV_TOKENS, block_size=block_size)
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, block_size=block_size, attention=attention)
     requests = scattered_requests(prompts(rng, 130, 1, 47, 64, 65, 90), block_size, KV_TOKENS, rng)
     parts: dict[int, list[torch.Tensor]] = {request.request_id: [] for request in requests}
     for pieces in random_pieces(requests, rng):
