@@ -32,12 +32,11 @@ def main(config: EngineProcessConfig, child: Child) -> None:
 def ready_facts(engine: Engine) -> dict[str, Any]:
     """What the others and the user need to know, as plain JSON values."""
     facts: dict[str, Any] = msgspec.to_builtins(engine.facts)
-    return facts | {
-        "eos_token_ids": sorted(engine.facts.eos_token_ids),
-        "kv_tokens": engine.scheduler.limits.kv_tokens,
-        "max_model_len": engine.scheduler.limits.max_request_tokens,
-        "load_seconds": facts.pop("seconds"),
-    }
+    facts["load_seconds"] = facts.pop("seconds")
+    facts["eos_token_ids"] = sorted(engine.facts.eos_token_ids)
+    facts["kv_tokens"] = engine.scheduler.limits.kv_tokens
+    facts["max_model_len"] = engine.scheduler.limits.max_request_tokens
+    return facts
 
 
 if __name__ == "__main__":
