@@ -217,6 +217,7 @@ def main() -> None:
     records = measure(workers, options)
     report(workers, records, options)
     loads = [{"peer": w.peer, "load_s": w.load_seconds, "start_s": w.start_seconds} for w in workers]
+    RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         for record in [*loads, *records]:
             file.write(json.dumps({"time": int(time.time()), "threads": options.threads, **record}) + "\n")

@@ -113,6 +113,7 @@ def main() -> None:
     texts = {name: text_side.encode(TextPrompt(text))[:400] for name, text in TEXTS.items()}
     exact = log_probabilities(options.model, "none", False, texts)
     print(f"{'':32}{'tokens':>7}{'KL mean':>10}{'KL max':>10}{'ppl exact':>11}{'ppl':>9}{'top-1':>8}")
+    RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         for variant, dequantize in (("file's blocks", False), ("rounded to int8", True)):
             values = log_probabilities(options.model, "int8", dequantize, texts)
