@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from frontend.topology import Server
-from ipc.config import ServerOptions
+from ipc.config import EngineOptions, ServerOptions
 
 from .conftest import DEADLINE_S, launch_config
 
@@ -72,8 +72,14 @@ class Stream(threading.Thread):
 
 @pytest.fixture
 def real(launch: Callable[[dict[str, Any]], Any], smollm2_path: Path) -> Callable[..., Any]:
+    # No kernels to compile and little to warm up: each test starts everything anew.
+    small = EngineOptions(
+        weights="none", attention="torch", max_model_len=4096, kv_tokens=4096, max_num_batched_tokens=64, threads=1
+    )
+
     def start(**changes: Any) -> Any:
-        return launch({"real": msgspec.to_builtins(launch_config(smollm2_path, grace_seconds=1.0, **changes))})
+        config = launch_config(smollm2_path, engine=small, grace_seconds=1.0, **changes)
+        return launch({"real": msgspec.to_builtins(config)})
 
     return start
 
