@@ -35,7 +35,7 @@ def make_engine(depth: int = 1, runner: FakeRunner | None = None, **config: Any)
 
 
 def generate(request_id: int, prompt: list[int] = PROMPT, **sampling: Any) -> Generate:
-    params = SamplingParams(**{"seed": 2, "max_tokens": 8, "ignore_eos": True} | sampling)
+    params = SamplingParams(**{"seed": 8, "max_tokens": 8, "ignore_eos": True} | sampling)
     return Generate(request_id=request_id, frontend=3, prompt_ids=pack_ids(prompt), sampling=params, arrival=500)
 
 
@@ -96,10 +96,6 @@ def test_opened_comes_with_the_first_token_and_counts_what_was_cached(depth: int
     assert engine.stats().prefix_queries == 16
 
 
-def first_at(token: int, tokens: list[int]) -> int:
-    return tokens.index(token)
-
-
 @both_depths
 def test_every_kind_of_stop(depth: int) -> None:
     free = run(make_engine(depth), generate(1, max_tokens=100)).tokens[1]
@@ -126,7 +122,7 @@ def test_every_kind_of_stop(depth: int) -> None:
 def test_eos_is_the_models_or_the_requests_unless_ignored() -> None:
     free = run(make_engine(), generate(1, max_tokens=100)).tokens[1]
     theirs = free[2]
-    position = first_at(EOS, free)
+    position = free.index(EOS)
     message = generate(2, max_tokens=100, ignore_eos=False)
     own = Generate(
         request_id=3,
