@@ -1,9 +1,10 @@
 """Two implementations of the Jinja that chat templates are written in, with the same interface and hard limits.
 
-`MiniJinja` (Rust) is some ten times faster; `Jinja` is the original. A template comes with a model and may be hostile:
-both are sandboxed, neither reaches files or Python objects, and neither runs for ever. MiniJinja counts instructions.
-For jinja2, which has no such thing, each loop round and each call takes from a budget and a clock, and what can make a
-text long (`*`, `~`, filters, calls) checks its size.
+`MiniJinja` (Rust) is some seven times faster; `Jinja` is the original. A template comes with a model and may be
+hostile: both are sandboxed, neither reaches files or Python's internals, and neither runs for ever. MiniJinja counts
+instructions and the length of most texts, but not of repeated lists and of widths in formats: a template that uses
+such things (`Jinja.needs_strict`) is for jinja2 only. There each loop round and call takes from a budget and a clock,
+and whatever can make a text long checks its size before it does.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ import minijinja
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_TEXT_CHARS = 1 << 24  # of any text a template makes
+MAX_PRODUCT = 1 << 29  # of the sizes of what a replacing or joining operation works on
 MAX_NUMBER = 1 << 20  # as an argument of a filter or method: widths, counts
 FUEL = 5_000_000  # MiniJinja instructions, about half a second
 MAX_TICKS = 1_000_000  # jinja2 loop rounds and calls
 MAX_SECONDS = 2.0
 _LARGE_WIDTH = re.compile(r"\*|[0-9]{5}")  # in a %-format
+_LARGE_FORMAT = re.compile(r"[0-9]{5}|:[^}]*\{")  # in a str.format
 
 
 class TemplateError(ValueError):
     """The template cannot be compiled or rendered; the message is fit for a client."""
+
+
+class LimitError(TemplateError):
+    """The template takes too long or makes too much text."""
 
 
 class RaisedByTemplate(TemplateError):
@@ -93,6 +100,7 @@ class Jinja:
         self._environment = _LimitedEnvironment()
         try:
             self._template = self._environment.from_string(source)
+            self.needs_strict = any(map(_grows_unmetered, self._environment.parse(source).find_all(jinja2.nodes.Expr)))
         except Exception as error:
             raise TemplateError(_first_line(error)) from error
 
@@ -115,7 +123,12 @@ class _Budget:
     def tick(self) -> None:
         self._ticks -= 1
         if self._ticks < 0 or time.monotonic() > self._deadline:
-            raise TemplateError("the chat template runs for too long")
+            raise LimitError("the chat template runs for too long")
+
+
+# Methods and filters whose result can be longer than all that goes in; the last ones turn containers into text.
+_GROWING = frozenset(("replace", "join", "format", "format_map", "expandtabs", "translate", "indent", "wordwrap"))
+_WRITING = frozenset(("string", "tojson", "upper", "lower", "trim", "e", "escape", "forceescape", "title", "safe"))
 
 
 class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -126,26 +139,44 @@ class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[jinja2.ext.loopcontrols, _GenerationTag],
-            finalize=_limited,
+            finalize=_writable,
         )
         self.budget = _Budget()
-        del self.globals["lipsum"], self.filters["urlize"]  # slow, and of no use in a prompt
-        self.filters = {name: self._limited_filter(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": to_json, "gapless_loop": self._loop, "gapless_concat": _concat}
+        for name in ("urlize", "pprint", "xmlattr", "urlencode"):  # slow, and of no use in a prompt
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters |= {"tojson": to_json}
+        self.filters = {name: self._limited_filter(name, function) for name, function in self.filters.items()}
+        self.filters |= {"gapless_loop": self._loop, "gapless_concat": _concat}
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.budget.tick()
         _check_numbers(args, kwargs)
+        if getattr(function, "__name__", None) in _GROWING:
+            _check_growth(getattr(function, "__self__", None), *args, *kwargs.values())
         return _limited(super().call(context, function, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def limited(*args: Any, **kwargs: Any) -> str:
+            if _LARGE_FORMAT.search(value.__self__):
+                raise LimitError("the chat template formats with too large a width")
+            _check_growth(value.__self__, *args, *kwargs.values())
+            return wrapped(*args, **kwargs)
+
+        return limited
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*" and _size(left) * _size(right) > MAX_TEXT_CHARS:
-            raise TemplateError("the chat template makes too long a text")
+            raise LimitError("the chat template makes too long a text")
         if operator == "**" and not -1000 <= right <= 1000:
-            raise TemplateError("the chat template makes too large a number")
-        if operator == "%" and isinstance(left, str) and _LARGE_WIDTH.search(left):
-            raise TemplateError("the chat template formats with too large a width")
+            raise LimitError("the chat template makes too large a number")
+        if operator == "%" and isinstance(left, str):
+            _check_percent(left, right)
         return _limited(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
@@ -155,11 +186,23 @@ class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _replace_concats(tree)
         return tree
 
-    def _limited_filter(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        position = 1 if getattr(function, "jinja_pass_arg", None) else 0  # of the value, after a context
+
         @functools.wraps(function)  # carries the attributes that say which context the filter wants
         def limited(*args: Any, **kwargs: Any) -> Any:
             self.budget.tick()
             _check_numbers(args, kwargs)
+            if name in _GROWING or name in _WRITING:
+                value = args[position]
+                if isinstance(value, Iterator):
+                    value = list(value)
+                    args = (*args[:position], value, *args[position + 1 :])
+                _writable(value)
+                if name in _GROWING:
+                    _check_growth(value, *args[position + 1 :], *kwargs.values())
+                if name == "format":
+                    _check_percent(str(value), args[position + 1 :])
             return _limited(function(*args, **kwargs))
 
         return limited
@@ -179,6 +222,15 @@ class _GenerationTag(jinja2.ext.Extension):
         next(parser.stream)
         body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
+
+
+def _grows_unmetered(node: jinja2.nodes.Node) -> bool:
+    match node:
+        case jinja2.nodes.Mul() | jinja2.nodes.Pow():  # MiniJinja's % does not format
+            return True
+        case jinja2.nodes.Getattr(attr=name) | jinja2.nodes.Filter(name=name):
+            return name in ("format", "format_map") or (name == "join" and isinstance(node, jinja2.nodes.Getattr))
+    return False
 
 
 def _filtered(name: str, value: jinja2.nodes.Node) -> jinja2.nodes.Filter:
@@ -203,21 +255,58 @@ def _replace_concats(node: jinja2.nodes.Node) -> None:
 
 
 def _concat(parts: list[Any]) -> str:
-    texts = [str(part) for part in parts]
-    if sum(map(len, texts)) > MAX_TEXT_CHARS:
-        raise TemplateError("the chat template makes too long a text")
-    return "".join(texts)
+    _writable(parts)
+    return "".join(map(str, parts))
+
+
+def _weight(value: Any, limit: int) -> int:
+    """At least the number of characters `value` has as text; stops counting above `limit`. Never takes long: each
+    value visited counts, and those of containers much."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        items: Iterable[Any] = (part for item in value.items() for part in item)
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        return 16
+    total = 16
+    for item in items:
+        total += 16 + _weight(item, limit - total)
+        if total > limit:
+            break
+    return total
+
+
+def _writable(value: Any) -> Any:
+    """Raises if `value` would be too long a text."""
+    if _weight(value, MAX_TEXT_CHARS) > MAX_TEXT_CHARS:
+        raise LimitError("the chat template makes too long a text")
+    return value
+
+
+def _check_growth(value: Any, *args: Any) -> None:
+    """Raises if a result as long as the product of both sides would be too much to even try."""
+    widest = max((arg if isinstance(arg, int) else _weight(arg, MAX_PRODUCT) for arg in args), default=0)
+    if max(1, _weight(value, MAX_PRODUCT)) * max(1, widest) > MAX_PRODUCT:
+        raise LimitError("the chat template makes too long a text")
+
+
+def _check_percent(text: str, values: Any) -> None:
+    if _LARGE_WIDTH.search(text):
+        raise LimitError("the chat template formats with too large a width")
+    _check_growth(text, values)
 
 
 def _check_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise TemplateError("the chat template uses too large a number")
+            raise LimitError("the chat template uses too large a number")
 
 
 def _limited(value: Any) -> Any:
     if isinstance(value, str | list | tuple) and len(value) > MAX_TEXT_CHARS:
-        raise TemplateError("the chat template makes too long a text")
+        raise LimitError("the chat template makes too long a text")
     return value
 
 
@@ -234,7 +323,7 @@ def _joined(pieces: Iterable[str]) -> str:
         texts.append(piece)
         length += len(piece)
         if length > MAX_TEXT_CHARS:
-            raise TemplateError("the chat template makes too long a text")
+            raise LimitError("the chat template makes too long a text")
     return "".join(texts)
 
 
