@@ -3,7 +3,8 @@
     python -m bench.detokenizer [--model FILE.gguf] [--streams 256] [--steps 400]
 
 Compares, on the same random and realistic ids, the whole detokenizer core (streams, stop strings, messages) with the
-`tokenizers` library's own DecodeStream in a bare loop, which does neither stop strings nor messages. Best of 5 rounds, CPU time.
+`tokenizers` library's own DecodeStream in a bare loop, which does neither stop strings nor messages.
+CPU time, best of 5 rounds.
 """
 
 from __future__ import annotations
