@@ -15,14 +15,8 @@ from typing import Any
 
 from ipc.messages import ChatPrompt
 from tokenizer_proc.errors import PromptError
-from tokenizer_proc.template_engines import (
-    Jinja,
-    LimitError,
-    MiniJinja,
-    RaisedByTemplate,
-    TemplateEngine,
-    TemplateError,
-)
+from tokenizer_proc.template_engines import Jinja, MiniJinja, TemplateEngine
+from tokenizer_proc.template_limits import LimitError, RaisedByTemplate, TemplateError
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,8 @@ from typing import Any
 import pytest
 
 from tokenizer_proc.chat_template import ChatTemplate
-from tokenizer_proc.template_engines import (
-    MAX_TEMPLATE_CHARS,
-    Jinja,
-    LimitError,
-    MiniJinja,
-    RaisedByTemplate,
-    TemplateError,
-)
+from tokenizer_proc.template_engines import MAX_TEMPLATE_CHARS, Jinja, MiniJinja
+from tokenizer_proc.template_limits import LimitError, RaisedByTemplate, TemplateError
 
 ENGINES = [Jinja, MiniJinja]
 GROW = "{%% set ns = namespace(x='xxxxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x|length }}"
