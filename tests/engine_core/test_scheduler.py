@@ -202,6 +202,25 @@ def test_outputs_become_findable_when_the_request_ends() -> None:
     assert rows(driver.step()) == [(2, 16, 2, True)]
 
 
+def test_an_answer_ended_by_a_stop_string_is_findable_too() -> None:
+    driver = Driver()
+    first = driver.add(list(range(5)), max_tokens=40)
+    for _ in range(12):
+        driver.step()
+    driver.scheduler.end(first, "stop")
+    driver.add([*range(5), *first.output_ids, 1])
+    assert rows(driver.step()) == [(2, 16, 2, True)]
+
+
+def test_a_prompt_aborted_half_way_leaves_only_what_is_computed() -> None:
+    driver = Driver()
+    first = driver.add(list(range(70)))
+    driver.step()
+    driver.scheduler.end(first, "abort")
+    driver.add(list(range(70)))
+    assert rows(driver.step()) == [(2, 32, 32, False)]
+
+
 def test_requests_for_prompt_logprobs_compute_every_position() -> None:
     driver = Driver()
     driver.add(list(range(12)), max_tokens=1)
