@@ -29,7 +29,6 @@ from typing import Any
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], None]
-
 RESULTS = Path(__file__).parent / "results" / "cpu_peers.jsonl"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,13 +292,47 @@ def test_a_closed_team_has_no_threads_left() -> None:
     torch.set_num_threads(3)
     team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
     team.run(kernel, (0, 0))
-    workers = [thread for thread in threading.enumerate() if thread.name == "kernel"]
-    assert len(workers) >= 2
+    assert threading.active_count() == alive + 2
     team.close()
-    for thread in workers[-2:]:
-        thread.join(10)
     assert threading.active_count() == alive
     torch.set_num_threads(before)
+
+
+FORK = """
+import os, signal, threading, torch
+from engine_core.kernels.cpu_linear import PackedLinear
+from engine_core.kernels.cpu_pack import pack_floats
+
+torch.set_num_threads(3)
+linear, x = PackedLinear(pack_floats(torch.randn(256, 64))), torch.randn(60, 64)
+expected, stop = linear(x), threading.Event()
+
+def work():
+    while not stop.is_set():
+        linear(x)
+
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+statuses = []
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the child if it hangs
+        os._exit(not torch.equal(linear(x), expected))
+    statuses.append(os.waitpid(child, 0)[1])
+stop.set()
+for thread in threads:
+    thread.join()
+print(statuses)
+"""
+
+
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip() == str([0] * 10), done.stderr
 
 
 def test_kernels_are_compiled_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
