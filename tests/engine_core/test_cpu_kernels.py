@@ -20,6 +20,7 @@ from gguf.quants import quantize as gguf_quantize
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.cpu import CpuAttention
+from engine_core.attention.torch import TorchAttention
 from engine_core.batch import ForwardBatch
 from engine_core.kernels import cpu_elementwise, cpu_jit, cpu_team
 from engine_core.kernels.cpu_linear import PackedLinear
@@ -167,9 +168,11 @@ def spec(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionSpec:
 class Sequences:
     """Random sequences in one KV pool, their blocks scattered over it; fed to an attention in pieces."""
 
-    def __init__(self, shape: AttentionSpec, lengths: list[int]) -> None:
+    def __init__(
+        self, shape: AttentionSpec, lengths: list[int], attention: type[CpuAttention | TorchAttention] = CpuAttention
+    ) -> None:
         self.shape, self.lengths = shape, lengths
-        self.attention = CpuAttention(shape)
+        self.attention = attention(shape)
         widths = [-(-length // shape.block_size) for length in lengths]
         blocks = np.random.permutation(sum(widths) + 3).astype(np.int32)
         self.attention.allocate(len(blocks))
@@ -227,6 +230,19 @@ def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(threads: int
     decoded = [sequences.attend([(1, 100 + i, 101 + i), (0, 40 + i, 41 + i)]) for i in range(40)]
     assert torch.equal(torch.cat([step[0] for step in decoded]), second[100:140])
     assert torch.equal(torch.cat([step[1] for step in decoded]), first[40:80])
+
+
+@pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])
+def test_nan_left_in_the_pool_reaches_nobody(attention: type[CpuAttention | TorchAttention]) -> None:
+    sequences = Sequences(spec(4, 2, 32, 16), [40, 90], attention)
+    sequences.attention.cache.fill_(math.nan)
+    parts = [[sequences.attend([(i, 0, 10)])[0]] for i in range(2)]
+    for at in range(10, 40):
+        for part, out in zip(parts, sequences.attend([(0, at, at + 1), (1, at, at + 1)]), strict=True):
+            part.append(out)
+    parts[1] += sequences.attend([(1, 40, 90)])
+    for i, part in enumerate(parts):
+        assert error(torch.cat(part), sequences.expected(i)) < 2e-6
 
 
 def test_large_scores_do_not_overflow() -> None:
