@@ -355,3 +355,29 @@ def test_kernels_are_compiled_without_a_writable_cache(monkeypatch: pytest.Monke
     (tmp_path / "gapless").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cpu_jit.compile_kernel("silu", lambda: cpu_elementwise._silu_and_mul) > 0
+
+
+def test_a_damaged_file_in_the_cache_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+
+    def make() -> Any:
+        compiled.append("once more")
+        return _count_tasks
+
+    def run() -> None:
+        counts = np.zeros(3, np.int64)
+        address = cpu_jit.compile_kernel("count_tasks", make)
+        cpu_team.Team().run(address, (3, counts.ctypes.data), parallel=False)
+        assert counts.tolist() == [1, 1, 1]
+
+    run()
+    run()
+    assert len(compiled) == 1
+    (file,) = cpu_jit.cache_directory().glob("count_tasks*")
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        run()
+    assert len(compiled) == 4
+    assert sorted(path.name for path in cpu_jit.cache_directory().iterdir()) == ["count_tasks.o", "lead.o", "work.o"]
