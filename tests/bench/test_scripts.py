@@ -33,3 +33,8 @@ def test_make_bench_runs_a_script_that_is_there() -> None:
     done = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True)
     command = done.stdout.split()
     assert command[command.index("-m") + 1] in [f"bench.{script.stem}" for script in SCRIPTS]
+
+
+def test_the_results_name_every_script() -> None:
+    text = (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
+    assert [script.stem for script in SCRIPTS if f"python -m bench.{script.stem}" not in text] == []
