@@ -245,6 +245,19 @@ def test_nan_left_in_the_pool_reaches_nobody(attention: type[CpuAttention | Torc
         assert error(torch.cat(part), sequences.expected(i)) < 2e-6
 
 
+@pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])
+@pytest.mark.parametrize("part", [0, 4, 6])  # the first head of Q, of K, of V
+def test_a_rows_own_nan_is_not_hidden(part: int, attention: type[CpuAttention | TorchAttention]) -> None:
+    sequences = Sequences(spec(4, 2, 32, 16), [70], attention)
+    sequences.qkv[0][50, part, 3] = math.nan
+    out = sequences.attend([(0, 0, 70)])[0]
+    assert out[50].isnan().any()
+    if part:
+        assert out[50:].isnan().any(1).all()
+        step = sequences.attend([(0, 69, 70)])[0]
+        assert step.isnan().any()
+
+
 def test_large_scores_do_not_overflow() -> None:
     sequences = Sequences(spec(4, 2, 32, 16), [130])
     sequences.qkv[0] *= 40
