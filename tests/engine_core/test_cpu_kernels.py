@@ -262,7 +262,8 @@ def test_large_scores_do_not_overflow() -> None:
     sequences = Sequences(spec(4, 2, 32, 16), [130])
     sequences.qkv[0] *= 40
     out = sequences.attend([(0, 0, 130)])[0]
-    assert error(out, sequences.expected(0)) < 1e-4
+    # Scores reach some 10,000, where float32 is off by about 1e-3, and so are the weights that come of them.
+    assert error(out, sequences.expected(0)) < 2e-3
 
 
 def test_attention_refuses_shapes_it_cannot_compute() -> None:
