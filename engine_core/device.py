@@ -33,11 +33,17 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def choose_threads(config: EngineConfig) -> int:
-    """One per physical core this process may run on: a second thread on the same core only gets in the way."""
+    """One per physical core this process may run on: a second thread on the same core only gets in the way.
+
+    OMP_NUM_THREADS says otherwise where it is set, as it does for torch.
+    """
     if config.threads is not None:
         if config.threads < 1:
             raise UserError(f"--threads must be at least 1, got {config.threads}")
         return config.threads
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
     logical, physical = psutil.cpu_count() or 1, psutil.cpu_count(logical=False) or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     cores = max(1, usable * physical // logical)

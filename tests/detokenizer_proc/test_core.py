@@ -245,7 +245,7 @@ def test_logprobs_have_text_and_bytes(byte_level: Tokenizer) -> None:
     outcome = Detokenizer(byte_level).handle(
         step(
             [(1, part)],
-            opened=[opened(1, logprobs=True)],
+            opened=[opened(1)],
             logprobs=[RowLogprobs(0, value)],
             prompt_logprobs=[PromptLogprobs(1, array("i", [whole, part]).tobytes(), [None, value])],
         )

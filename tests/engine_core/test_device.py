@@ -37,6 +37,9 @@ def test_threads_stay_below_the_quota(
     quota: str, threads: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     container(tmp_path, monkeypatch, cpu_max=quota + "\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert device.choose_threads(EngineConfig(model="m")) == 5
+    monkeypatch.delenv("OMP_NUM_THREADS")
     chosen = device.choose_threads(EngineConfig(model="m"))
     assert chosen == threads if threads else 1 <= chosen <= (psutil.cpu_count() or 1)
     assert device.choose_threads(EngineConfig(model="m", threads=7)) == 7
