@@ -1,6 +1,6 @@
 """Host time of a step that the engine spends outside the model: schedule, commit, and the message about it.
 
-    python bench/scheduler.py [--requests 256] [--steps 2000] [--depth 1]
+    python -m bench.scheduler [--requests 256] [--steps 2000] [--depth 1]
 
 Times are CPU time of this thread. No model runs: the tokens are given. Requests decode in a pool that is large enough,
 so the numbers hold block allocation, hashing and registration of full blocks, and stop checks, but no preemption.

@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 class _Request:
     """An open request."""
 
-    __slots__ = ("frontend", "num_tokens", "opened", "spec", "stops", "stream")
+    __slots__ = ("frontend", "num_tokens", "opened", "push_plain", "spec", "stops", "stream")
 
     def __init__(self, opened: Opened, spec: TextSpec, decoder: TextDecoder) -> None:
         self.opened = opened
@@ -58,6 +58,7 @@ class _Request:
         self.num_tokens = 0
         prompt_ids = memoryview(spec.prompt_ids).cast("i")
         self.stream: TextStream = decoder.stream(prompt_ids, spec.skip_special_tokens)
+        self.push_plain = self.stream.push
         self.stops = StopFinder(spec.stop, spec.include_stop_str_in_output) if spec.stop else None
 
     def push(self, token: int, silent: bool = False) -> str:
@@ -100,19 +101,24 @@ class Detokenizer:
             self._open(step, opened)
         silent = self._silent_rows(ids, output.finished) if output.finished else frozenset()
         logprobs = {item.row: item.value for item in output.logprobs}
-        requests = self._requests
+        requests, batches = self._requests, step.batches
         for row, (request_id, token) in enumerate(zip(ids, tokens, strict=True)):
-            request = requests.get(request_id)
-            if request is None:
+            if (request := requests.get(request_id)) is None:
                 continue
             try:
-                text = request.push(token, row in silent)
-                step.batch(request.frontend).add(request_id, 1, text)
-                if row in logprobs:
+                # The plain case first: this loop is what the process spends its time on.
+                if (stops := request.stops) is None and not silent:
+                    request.num_tokens += 1
+                    text = request.push_plain(token)
+                else:
+                    text = request.push(token, row in silent)
+                batch = batches.get(request.frontend) or step.batch(request.frontend)
+                batch.add(request_id, 1, text)
+                if logprobs and row in logprobs:
                     value = text_logprob(self._decoder, token, logprobs[row])
-                    step.batch(request.frontend).detail(request_id).logprobs.append(value)
-                if request.stops is not None and request.stops.stop is not None:
-                    self._end_here(step, request, Ended("stop", request.usage(), request.stops.stop))
+                    batch.detail(request_id).logprobs.append(value)
+                if stops is not None and stops.stop is not None:
+                    self._end_here(step, request, Ended("stop", request.usage(), stops.stop))
             except Exception as error:
                 self._fail(step, request, error)
         for prompt in output.prompt_logprobs:
@@ -189,18 +195,18 @@ class Detokenizer:
 class _Step:
     """What one `handle` call has produced so far."""
 
-    __slots__ = ("_batches", "aborts")
+    __slots__ = ("aborts", "batches")
 
     def __init__(self) -> None:
-        self._batches: dict[int, DeltaBatch] = {}
+        self.batches: dict[int, DeltaBatch] = {}
         self.aborts: dict[int, None] = {}
 
     def batch(self, frontend: int) -> DeltaBatch:
-        batch = self._batches.get(frontend)
+        batch = self.batches.get(frontend)
         if batch is None:
-            batch = self._batches[frontend] = DeltaBatch()
+            batch = self.batches[frontend] = DeltaBatch()
         return batch
 
     def outcome(self) -> Outcome:
         abort = Abort(request_ids=list(self.aborts), stop_string=True) if self.aborts else None
-        return Outcome({frontend: batch.message() for frontend, batch in self._batches.items()}, abort)
+        return Outcome({frontend: batch.message() for frontend, batch in self.batches.items()}, abort)

@@ -7,7 +7,9 @@ would win. Each character costs one automaton step per stop string, and nothing 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(slots=True)
@@ -41,14 +43,19 @@ class _Pattern:
         return failure[length - 1]
 
 
+@lru_cache(maxsize=1024)
+def _char_class(chars: str) -> re.Pattern[str]:
+    return re.compile(f"[{re.escape(chars)}]")
+
+
 class StopFinder:
     """One request's stop strings. After a match, `stop` is that string and no more text comes out."""
 
-    __slots__ = ("_best", "_first_chars", "_held", "_include", "_length", "_patterns", "stop")
+    __slots__ = ("_best", "_held", "_include", "_length", "_may_begin", "_patterns", "stop")
 
     def __init__(self, stops: tuple[str, ...], include_in_output: bool = False) -> None:
         self._patterns = [_Pattern(stop, [0]) for stop in dict.fromkeys(stops)]
-        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._may_begin = _char_class("".join(stop[0] for stop in stops)).search
         self._include = include_in_output
         self._held = ""  # the end of the text so far that may belong to a match
         self._length = 0  # characters seen
@@ -59,7 +66,7 @@ class StopFinder:
         """Take new text, return the text that is safe to send. `may_stop` False: matches that end in it don't count."""
         if self.stop is not None:
             return ""
-        if not self._held and self._first_chars.isdisjoint(text):
+        if not self._held and self._may_begin(text) is None:
             self._length += len(text)
             return text
         origin = self._length - len(self._held)  # position of the first character of `pending`

@@ -39,6 +39,9 @@ from ipc.messages import Error, FinishReason, PromptLogprobs
 MAX_BYPASSES = 64
 # How many requests that do not fit are looked at per step: bounds the time of a step, not what may run.
 MAX_MISFITS = 8
+# A decoding request's full blocks are made findable when this many have come together, or when it leaves: four at once
+# cost half as much as one by one.
+REGISTER_TOGETHER = 4
 
 
 class Scheduler:
@@ -97,6 +100,8 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         elif request.status is Status.RUNNING:
+            if reason != "error":
+                self._register_outputs(request)
             self._leave(request)
             self._vacate(request)
         request.status = Status.FINISHED
@@ -130,8 +135,8 @@ class Scheduler:
         for request in full:
             if request.status is not Status.RUNNING or request.num_output_tokens >= request.max_output_tokens:
                 continue  # preempted just now, or its last token is in flight
-            if request.last_chunk <= self._committed:  # then all but the newest committed token are computed
-                self.kv.register(request, request.num_prompt_tokens + len(request.output_ids) - 1)
+            if request.num_computed_tokens >= request.register_at + REGISTER_TOGETHER * self.limits.block_size:
+                self._register_outputs(request)
             # Blocks still held for a plan in flight come back with its commit: wait for them, and preempt nobody.
             while not self.kv.pool.num_available and not self._returns:
                 victim = max(self._decoding + self._prefilling, key=lambda running: running.order)
@@ -236,6 +241,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it will be computed again from what the prefix cache still has."""
+        self._register_outputs(request)
         self._leave(request)
         self._vacate(request)
         request.status = Status.WAITING
@@ -338,6 +344,12 @@ class Scheduler:
         return ending
 
     # --------------------------------------------------------------------------------------------------------------
+
+    def _register_outputs(self, request: Request) -> None:
+        """Let others find what is computed for sure."""
+        if request.last_chunk <= self._committed:  # then only decode rows are in flight, of tokens after these
+            newest = request.num_prompt_tokens + len(request.output_ids) - 1
+            self.kv.register(request, min(request.num_computed_tokens, newest))
 
     def _leave(self, request: Request) -> None:
         (self._decoding if request in self._decoding else self._prefilling).remove(request)

@@ -15,7 +15,8 @@ from typing import Any
 
 from ipc.messages import ChatPrompt
 from tokenizer_proc.errors import PromptError
-from tokenizer_proc.template_engines import Jinja, MiniJinja, RaisedByTemplate, TemplateEngine, TemplateError
+from tokenizer_proc.template_engines import Jinja, MiniJinja, TemplateEngine
+from tokenizer_proc.template_limits import LimitError, RaisedByTemplate, TemplateError
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +109,13 @@ class ChatTemplate:
 
     def _agreeing_minijinja(self) -> TemplateEngine | None:
         """MiniJinja if it renders a set of typical conversations exactly as jinja2 does."""
-        expected = [_outcome(self._jinja, self._variables | probe) for probe in _PROBES]
-        if all(text is None for text in expected):
-            return None  # nothing to compare, and perhaps a template that is better kept in the stricter engine
+        try:
+            expected = [_outcome(self._jinja, self._variables | probe) for probe in _PROBES]
+        except LimitError as error:
+            log.warning("the chat template looks hostile: %s", error)
+            return None
+        if self._jinja.needs_strict or all(text is None for text in expected):
+            return None
         try:
             fast = MiniJinja(self._source)
         except Exception as error:
@@ -123,8 +128,11 @@ class ChatTemplate:
 
 
 def _outcome(engine: TemplateEngine, variables: dict[str, Any]) -> str | None:
+    """The text, or None if the engine refuses. A `LimitError` is passed on."""
     try:
         return engine.render(copy.deepcopy(variables))
+    except LimitError:
+        raise
     except TemplateError:
         return None
 

@@ -88,8 +88,8 @@ def _encode_text(model: TextModel, text: str, add_special_tokens: bool, field: s
         )
     try:
         ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    except UnicodeEncodeError as error:  # a lone surrogate
-        raise PromptError(f"{field} is not valid Unicode: {error.reason}", field) from error
+    except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate
+        raise PromptError(f"{field} is not valid Unicode text", field) from error
     return ids
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from ipc.errors import UserError
 
@@ -25,7 +24,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(directory: Path, settings: dict[str, Any]) -> Tokenizer:
-    """`settings`: tokenizer_config.json. Raises `UserError` if there is no usable tokenizer.json."""
+    """`settings`: tokenizer_config.json. Whether BOS is added is tokenizer.json's own rule, as in transformers 5.
+
+    Raises `UserError` if there is no usable tokenizer.json."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise UserError(
@@ -40,7 +41,6 @@ def load_tokenizer(directory: Path, settings: dict[str, Any]) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_missing_tokens(tokenizer, settings)
-    _set_bos_eos(tokenizer, settings)
     return tokenizer
 
 
@@ -84,18 +84,3 @@ def _add_missing_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         if int(key) == tokenizer.get_vocab_size():
             flags = {name: bool(value.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
             tokenizer.add_tokens([AddedToken(content, normalized=bool(value.get("normalized", False)), **flags)])
-
-
-def _set_bos_eos(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-    """add_bos_token and add_eos_token, where given, count more than tokenizer.json's own rule."""
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return
-    single, pair, used = "$A:0", "$B:1", []
-    for flag, name, before in (("add_bos_token", "bos_token", True), ("add_eos_token", "eos_token", False)):
-        text = _content(settings.get(name))
-        token = tokenizer.token_to_id(text) if text is not None else None
-        if settings.get(flag) and text is not None and token is not None:
-            single = f"{text}:0 {single}" if before else f"{single} {text}:0"
-            pair = f"{text}:1 {pair}" if before else f"{pair} {text}:1"
-            used.append((text, token))
-    tokenizer.post_processor = TemplateProcessing(single=single, pair=f"{single} {pair}", special_tokens=used)

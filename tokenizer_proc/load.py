@@ -13,7 +13,7 @@ from tokenizer_proc import gguf_tokenizer, hf_tokenizer
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.gguf_metadata import read_metadata
 from tokenizer_proc.model import TextModel
-from tokenizer_proc.template_engines import TemplateError
+from tokenizer_proc.template_limits import TemplateError
 
 log = logging.getLogger(__name__)
 

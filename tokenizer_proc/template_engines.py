@@ -1,18 +1,17 @@
 """Two implementations of the Jinja that chat templates are written in, with the same interface and hard limits.
 
-`MiniJinja` (Rust) is some ten times faster; `Jinja` is the original. A template comes with a model and may be hostile:
-both are sandboxed, neither reaches files or Python objects, and neither runs for ever. MiniJinja counts instructions.
-For jinja2, which has no such thing, each loop round and each call takes from a budget and a clock, and what can make a
-text long (`*`, `~`, filters, calls) checks its size.
+`MiniJinja` (Rust) is some seven times faster; `Jinja` is the original. A template comes with a model and may be
+hostile: both are sandboxed, neither reaches files or Python's internals, and neither runs for ever. MiniJinja counts
+instructions and the length of most texts, but not of repeated lists and of widths in formats: a template that uses
+such things (`Jinja.needs_strict`) is for jinja2 only. There each loop round and call takes from a budget and a clock,
+and whatever can make a text long checks its size before it does.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, Protocol
@@ -23,21 +22,24 @@ import jinja2.nodes
 import jinja2.sandbox
 import minijinja
 
+from tokenizer_proc.template_limits import (
+    LARGE_FORMAT,
+    MAX_TEXT_CHARS,
+    Budget,
+    LimitError,
+    RaisedByTemplate,
+    TemplateError,
+    check_growth,
+    check_numbers,
+    check_percent,
+    concat,
+    limited,
+    size,
+    writable,
+)
+
 MAX_TEMPLATE_CHARS = 1 << 20
-MAX_TEXT_CHARS = 1 << 24  # of any text a template makes
-MAX_NUMBER = 1 << 20  # as an argument of a filter or method: widths, counts
 FUEL = 5_000_000  # MiniJinja instructions, about half a second
-MAX_TICKS = 1_000_000  # jinja2 loop rounds and calls
-MAX_SECONDS = 2.0
-_LARGE_WIDTH = re.compile(r"\*|[0-9]{5}")  # in a %-format
-
-
-class TemplateError(ValueError):
-    """The template cannot be compiled or rendered; the message is fit for a client."""
-
-
-class RaisedByTemplate(TemplateError):
-    """The template called raise_exception: it does not accept these messages."""
 
 
 class TemplateEngine(Protocol):
@@ -93,12 +95,13 @@ class Jinja:
         self._environment = _LimitedEnvironment()
         try:
             self._template = self._environment.from_string(source)
+            self.needs_strict = any(map(_grows_unmetered, self._environment.parse(source).find_all(jinja2.nodes.Expr)))
         except Exception as error:
             raise TemplateError(_first_line(error)) from error
 
     def render(self, variables: dict[str, Any]) -> str:
         with self._lock:
-            self._environment.budget = _Budget()
+            self._environment.budget = Budget()
             try:
                 return _joined(self._template.generate(**variables))
             except TemplateError:
@@ -107,15 +110,9 @@ class Jinja:
                 raise TemplateError(_first_line(error)) from error
 
 
-class _Budget:
-    def __init__(self) -> None:
-        self._ticks = MAX_TICKS
-        self._deadline = time.monotonic() + MAX_SECONDS
-
-    def tick(self) -> None:
-        self._ticks -= 1
-        if self._ticks < 0 or time.monotonic() > self._deadline:
-            raise TemplateError("the chat template runs for too long")
+# Methods and filters whose result can be longer than all that goes in; the last ones turn containers into text.
+_GROWING = frozenset(("replace", "join", "format", "format_map", "expandtabs", "translate", "indent", "wordwrap"))
+_WRITING = frozenset(("string", "tojson", "upper", "lower", "trim", "e", "escape", "forceescape", "title", "safe"))
 
 
 class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -126,27 +123,45 @@ class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[jinja2.ext.loopcontrols, _GenerationTag],
-            finalize=_limited,
+            finalize=writable,
         )
-        self.budget = _Budget()
-        del self.globals["lipsum"], self.filters["urlize"]  # slow, and of no use in a prompt
-        self.filters = {name: self._limited_filter(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": to_json, "gapless_loop": self._loop, "gapless_concat": _concat}
+        self.budget = Budget()
+        for name in ("urlize", "pprint", "xmlattr", "urlencode"):  # slow, and of no use in a prompt
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters |= {"tojson": to_json}
+        self.filters = {name: self._limited_filter(name, function) for name, function in self.filters.items()}
+        self.filters |= {"gapless_loop": self._loop, "gapless_concat": concat}
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.budget.tick()
-        _check_numbers(args, kwargs)
-        return _limited(super().call(context, function, *args, **kwargs))
+        check_numbers(args, kwargs)
+        if getattr(function, "__name__", None) in _GROWING:
+            check_growth(getattr(function, "__self__", None), *args, *kwargs.values())
+        return limited(super().call(context, function, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def guarded(*args: Any, **kwargs: Any) -> str:
+            if LARGE_FORMAT.search(value.__self__):
+                raise LimitError("the chat template formats with too large a width")
+            check_growth(value.__self__, *args, *kwargs.values())
+            return wrapped(*args, **kwargs)
+
+        return guarded
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and _size(left) * _size(right) > MAX_TEXT_CHARS:
-            raise TemplateError("the chat template makes too long a text")
+        if operator == "*" and size(left) * size(right) > MAX_TEXT_CHARS:
+            raise LimitError("the chat template makes too long a text")
         if operator == "**" and not -1000 <= right <= 1000:
-            raise TemplateError("the chat template makes too large a number")
-        if operator == "%" and isinstance(left, str) and _LARGE_WIDTH.search(left):
-            raise TemplateError("the chat template formats with too large a width")
-        return _limited(super().call_binop(context, operator, left, right))
+            raise LimitError("the chat template makes too large a number")
+        if operator == "%" and isinstance(left, str):
+            check_percent(left, right)
+        return limited(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -155,14 +170,26 @@ class _LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _replace_concats(tree)
         return tree
 
-    def _limited_filter(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # carries the attributes that say which context the filter wants
-        def limited(*args: Any, **kwargs: Any) -> Any:
-            self.budget.tick()
-            _check_numbers(args, kwargs)
-            return _limited(function(*args, **kwargs))
+    def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        position = 1 if getattr(function, "jinja_pass_arg", None) else 0  # of the value, after a context
 
-        return limited
+        @functools.wraps(function)  # carries the attributes that say which context the filter wants
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.budget.tick()
+            check_numbers(args, kwargs)
+            if name in _GROWING or name in _WRITING:
+                value = args[position]
+                if isinstance(value, Iterator):
+                    value = list(value)
+                    args = (*args[:position], value, *args[position + 1 :])
+                writable(value)
+                if name in _GROWING:
+                    check_growth(value, *args[position + 1 :], *kwargs.values())
+                if name == "format":
+                    check_percent(str(value), args[position + 1 :])
+            return limited(function(*args, **kwargs))
+
+        return guarded
 
     def _loop(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -179,6 +206,15 @@ class _GenerationTag(jinja2.ext.Extension):
         next(parser.stream)
         body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
+
+
+def _grows_unmetered(node: jinja2.nodes.Node) -> bool:
+    match node:
+        case jinja2.nodes.Mul() | jinja2.nodes.Pow():  # MiniJinja's % does not format
+            return True
+        case jinja2.nodes.Getattr(attr=name) | jinja2.nodes.Filter(name=name):
+            return name in ("format", "format_map") or (name == "join" and isinstance(node, jinja2.nodes.Getattr))
+    return False
 
 
 def _filtered(name: str, value: jinja2.nodes.Node) -> jinja2.nodes.Filter:
@@ -202,31 +238,6 @@ def _replace_concats(node: jinja2.nodes.Node) -> None:
                     setattr(node, field, _filtered("gapless_concat", parts))
 
 
-def _concat(parts: list[Any]) -> str:
-    texts = [str(part) for part in parts]
-    if sum(map(len, texts)) > MAX_TEXT_CHARS:
-        raise TemplateError("the chat template makes too long a text")
-    return "".join(texts)
-
-
-def _check_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise TemplateError("the chat template uses too large a number")
-
-
-def _limited(value: Any) -> Any:
-    if isinstance(value, str | list | tuple) and len(value) > MAX_TEXT_CHARS:
-        raise TemplateError("the chat template makes too long a text")
-    return value
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, str | list | tuple):
-        return len(value)
-    return abs(value) if isinstance(value, int) else 1
-
-
 def _joined(pieces: Iterable[str]) -> str:
     texts: list[str] = []
     length = 0
@@ -234,7 +245,7 @@ def _joined(pieces: Iterable[str]) -> str:
         texts.append(piece)
         length += len(piece)
         if length > MAX_TEXT_CHARS:
-            raise TemplateError("the chat template makes too long a text")
+            raise LimitError("the chat template makes too long a text")
     return "".join(texts)
 
 

@@ -9,7 +9,7 @@ from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
 from engine_core.kernels.cpu_attention import CHUNK, QUERY_ROWS, attend_kernel, write_kernel
-from engine_core.kernels.cpu_jit import cpu_team
+from engine_core.kernels.cpu_team import cpu_team
 from engine_core.kernels.cpu_tile import GROUP
 
 SMALL = 65_536  # products of queries and keys that one thread computes sooner than two could agree to share them

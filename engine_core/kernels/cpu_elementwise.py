@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_core.kernels.cpu_jit import compile_kernel, cpu_team, floats, next_task
+from engine_core.kernels.cpu_jit import compile_kernel, floats, next_task
+from engine_core.kernels.cpu_team import cpu_team
 from engine_core.kernels.cpu_vector import silu_multiply, square_sum
 
 ROWS = 4  # rows in a task

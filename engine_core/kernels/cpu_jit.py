@@ -1,20 +1,17 @@
-"""Compiles the CPU kernels with numba, keeps the machine code on disk, and runs a kernel on a team of threads.
+"""Compiles the CPU kernels with numba and keeps the machine code on disk.
 
-A kernel is a C function `void kernel(int64_t *args)`. Every thread of the team calls it with the same arguments; they
-share the work by drawing task numbers from `args[0]`, a counter that starts at 0, until none are left. Which thread
-computes a value never changes how it is computed, so results do not depend on the number of threads.
+A kernel is a C function `void kernel(int64_t *args)`. Every thread of a team (`cpu_team`) calls it with the same
+arguments; they share the work by drawing task numbers from `args[0]`, a counter that starts at 0, until none are left.
+Which thread computes a value never changes how it is computed, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
 import tempfile
-from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,11 @@ from typing import Any
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numba
-import torch
 from numba import types
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64))
 
 
@@ -48,6 +43,7 @@ def compile_kernel(name: str, make: Callable[[], Callable[[Any], None]]) -> int:
     folder a kernel is compiled again at every start.
     """
     path = cache_directory() / f"{name}.o"
+    engines = _engines()
     try:
         symbol, _, code = path.read_bytes().partition(b"\n")
     except OSError:
@@ -55,7 +51,6 @@ def compile_kernel(name: str, make: Callable[[], Callable[[Any], None]]) -> int:
         symbol = compiled.native_name.encode()
         code = _target_machine().emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
         _store(path, symbol + b"\n" + code)
-    engines = _engines()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -90,62 +85,9 @@ def _target_machine() -> Any:
 def _engines() -> list[Any]:
     """What holds the code in memory, for as long as the process lives. The first call makes numba's runtime ready."""
     cpu_target.target_context.codegen()
+    llvm.initialize_native_asmparser()  # for the one inline instruction in spin loops
     rtsys.initialize(cpu_target.target_context)
     return []
-
-
-def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP runtime that torch itself uses: one pool of threads for both, which sleeps when
-    idle. None where torch has no such library."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*")):
-        try:
-            parallel = ctypes.CDLL(str(path)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        parallel.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return parallel
-    return None
-
-
-@cache
-def cpu_team() -> Team:
-    """The team of this process."""
-    return Team()
-
-
-class Team:
-    """The threads that run kernels: as many as torch is set to use when a kernel starts."""
-
-    def __init__(self, openmp: bool = True) -> None:
-        self._parallel = _openmp_parallel() if openmp else None
-        self._pool: ThreadPoolExecutor | None = None
-
-    def run(self, kernel: int, args: Sequence[int], parallel: bool = True) -> None:
-        """Call the kernel at address `kernel` on every thread with `[0, *args]` and return when all are done.
-
-        Work too small to share is done by the calling thread alone if `parallel` is false.
-        """
-        block = array("q", (0, *args))
-        address = block.buffer_info()[0]
-        threads = torch.get_num_threads() if parallel else 1
-        if threads == 1:
-            _CALL(kernel)(address)
-            return
-        if self._parallel is not None:
-            self._parallel(kernel, address, threads, 0)
-            return
-        call = _CALL(kernel)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kernel")
-        others = [self._pool.submit(call, address) for _ in range(threads - 1)]
-        call(address)
-        wait(others)
-
-    def close(self) -> None:
-        """End the threads that this team started itself."""
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -10,8 +10,9 @@ import numba
 import numpy as np
 import torch
 
-from engine_core.kernels.cpu_jit import compile_kernel, cpu_team, floats, next_task
+from engine_core.kernels.cpu_jit import compile_kernel, floats, next_task
 from engine_core.kernels.cpu_pack import PackedWeight
+from engine_core.kernels.cpu_team import cpu_team
 from engine_core.kernels.cpu_tile import BLOCK, CHUNK, GROUP, WeightFormat, linear_tile
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache

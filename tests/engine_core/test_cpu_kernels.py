@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from gguf.quants import quantize as gguf_quantize
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
-from engine_core.kernels import cpu_elementwise, cpu_jit
+from engine_core.kernels import cpu_elementwise, cpu_jit, cpu_team
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
 from engine_core.layers.linear import DenseLinear, make_linear
@@ -238,14 +240,63 @@ def test_attention_refuses_shapes_it_cannot_compute() -> None:
     assert not CpuAttention.supports(spec(4, 2, 32, 8))
 
 
-def test_a_team_without_openmp_computes_the_same(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_a_team_of_python_threads_computes_the_same(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     linear = PackedLinear(pack_floats(torch.randn(300, 64)))
     x = torch.randn(60, 64)
     expected = linear(x)
-    plain = cpu_jit.Team(openmp=False)
+    plain = cpu_team.Team(native=False)
     monkeypatch.setattr(linear, "_team", plain)
     assert torch.equal(linear(x), expected)
     plain.close()
+
+
+def _count_tasks(args: Any) -> None:
+    """Arguments: counter, tasks, address of one count per task. Adds 1 to the count of each task it draws."""
+    counts = cpu_jit.int64s(args[2])
+    while True:
+        task = cpu_jit.next_task(args)
+        if task >= args[1]:
+            break
+        counts[task] += 1
+
+
+@pytest.mark.parametrize("callers", [1, 3])
+def test_every_task_is_done_once_when_a_team_returns(callers: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)  # more than there are cores, so that workers are often late
+    team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
+    wrong: list[str] = []
+
+    def call_often() -> None:
+        for run in range(3000):
+            tasks = run % 17
+            counts = np.zeros(16, np.int64)
+            team.run(kernel, (tasks, counts.ctypes.data))
+            if counts.tolist() != [1] * tasks + [0] * (16 - tasks):
+                wrong.append(f"run {run}: {counts}")
+
+    threads = [threading.Thread(target=call_often) for _ in range(callers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    team.close()
+    torch.set_num_threads(before)
+    assert not wrong
+
+
+def test_a_closed_team_has_no_threads_left() -> None:
+    before, alive = torch.get_num_threads(), threading.active_count()
+    torch.set_num_threads(3)
+    team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
+    team.run(kernel, (0, 0))
+    workers = [thread for thread in threading.enumerate() if thread.name == "kernel"]
+    assert len(workers) >= 2
+    team.close()
+    for thread in workers[-2:]:
+        thread.join(10)
+    assert threading.active_count() == alive
+    torch.set_num_threads(before)
 
 
 def test_kernels_are_compiled_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -70,8 +70,10 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[lis
     return tokens, cached
 
 
-def make_case(model: Path, reference: PreTrainedModel, prompts: list[list[int]]) -> Case:
-    config = EngineConfig(model=str(model), weights="none", dtype="float32", kv_tokens=8192, max_num_seqs=30, threads=1)
+def make_case(model: Path, reference: PreTrainedModel, prompts: list[list[int]], threads: int | None = None) -> Case:
+    config = EngineConfig(
+        model=str(model), weights="none", dtype="float32", kv_tokens=8192, max_num_seqs=30, threads=threads
+    )
     runner, facts = build_runner(config)
     case = Case(runner, facts, reference, prompts, [])
     engine = case.engine(enable_prefix_caching=False)
@@ -101,7 +103,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return make_case(path, reference, smollm2_prompts(path))
     folder = tmp_path_factory.mktemp(request.param)
     model = save_model(folder, request.param, max_position_embeddings=4096)
-    return make_case(folder, model, random_prompts(seed=11))
+    return make_case(folder, model, random_prompts(seed=11), threads=1)
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from engine_core.outcome import Committed
 from engine_core.plan import StepPlan, StepTokens
 from engine_core.request import Request, Status
 from engine_core.scheduler import MAX_BYPASSES, Scheduler
+from ipc.messages import Error
 from ipc.sampling import SamplingParams
 
 LIMITS = Limits(
@@ -201,6 +202,25 @@ def test_outputs_become_findable_when_the_request_ends() -> None:
     assert rows(driver.step()) == [(2, 16, 2, True)]
 
 
+def test_an_answer_ended_by_a_stop_string_is_findable_too() -> None:
+    driver = Driver()
+    first = driver.add(list(range(5)), max_tokens=40)
+    for _ in range(12):
+        driver.step()
+    driver.scheduler.end(first, "stop")
+    driver.add([*range(5), *first.output_ids, 1])
+    assert rows(driver.step()) == [(2, 16, 2, True)]
+
+
+def test_a_prompt_aborted_half_way_leaves_only_what_is_computed() -> None:
+    driver = Driver()
+    first = driver.add(list(range(70)))
+    driver.step()
+    driver.scheduler.end(first, "abort")
+    driver.add(list(range(70)))
+    assert rows(driver.step()) == [(2, 32, 32, False)]
+
+
 def test_requests_for_prompt_logprobs_compute_every_position() -> None:
     driver = Driver()
     driver.add(list(range(12)), max_tokens=1)
@@ -376,3 +396,33 @@ def test_a_preempted_request_takes_its_token_in_flight_along_and_waits_for_it() 
     assert len(second.output_ids) > known
     driver.run()
     assert (len(first.output_ids), len(second.output_ids)) == (11, 11)
+
+
+def test_a_preempted_request_whose_step_is_lost_ends_with_it() -> None:
+    driver = Driver(replace(LIMITS, num_blocks=6, prefix_caching=False))
+    first, second = driver.add(7, max_tokens=11), driver.add(9, max_tokens=11)
+    plans = [driver.scheduler.schedule(), driver.scheduler.schedule()]
+    while not driver.scheduler.preemptions:
+        driver.commit(plans.pop(0))
+        plans.append(driver.scheduler.schedule())
+    assert second.status is Status.WAITING
+    lost = next(plan for plan in plans if any(row.request is second for row in plan.rows))
+    endings = driver.scheduler.abandon(lost, Error(status=500, message="lost"))
+    assert {ending.request for ending in endings} == {first, second}
+    driver.scheduler.check()
+    assert not driver.scheduler.has_work
+    assert driver.scheduler.kv.idle
+    assert sorted(driver.released) == [(1, 0), (2, 1)]
+
+
+def test_nobody_is_admitted_into_what_a_preemption_has_just_freed() -> None:
+    driver = Driver(replace(LIMITS, num_blocks=6, max_num_seqs=3, prefix_caching=False))  # 20 tokens
+    driver.add(7, max_tokens=11)
+    second = driver.add(9, max_tokens=11)
+    driver.step()
+    third = driver.add(4, max_tokens=1)
+    while not driver.scheduler.preemptions:
+        plan = driver.step()
+    assert plan.preempted == (second,)
+    assert third.status is Status.WAITING
+    assert rows(plan) == [(1, 8, 1, True)]

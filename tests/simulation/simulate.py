@@ -42,6 +42,7 @@ class CheckingRunner(FakeRunner):
     def launch(self, plan: StepPlan) -> Launched:
         assert self.engine is not None
         scheduler = self.engine.scheduler
+        self.check_unwritten()
         limits, counts = scheduler.limits, scheduler.kv.pool.ref_counts
         num_tokens, num_rows = sum(row.count for row in plan.rows), len(plan.rows)
         require(0 < plan.num_tokens == num_tokens <= limits.max_num_batched_tokens, "token budget")
@@ -62,6 +63,15 @@ class CheckingRunner(FakeRunner):
                 require(counts[block] == 1, "a shared block is written")
                 require(not scheduler.kv.cache.holds(block), "a block that others can find is written")
         return FakeRunner.launch(self, plan)
+
+    def check_unwritten(self) -> None:
+        """Nobody can find a block that a step in flight has still to write to."""
+        assert self.engine is not None
+        size = self.facts.block_size
+        for launched in self.queue:
+            for row, table in zip(launched.plan.rows, launched.tables, strict=True):
+                for block in table[row.start // size : (row.stop - 1) // size + 1]:
+                    require(not self.engine.scheduler.kv.cache.holds(block), "a block is findable before it is written")
 
 
 @dataclass(slots=True)
@@ -173,6 +183,7 @@ class Simulation:
         output = self.engine.step()
         assert had_news or self.engine.scheduler._planned > planned, "a step with work to do did nothing"
         self.engine.scheduler.check()
+        self.runner.check_unwritten()
         pool = self.engine.scheduler.kv.pool
         stats = self.engine.stats()
         assert stats.kv_blocks_free + stats.kv_blocks_cached + pool.num_in_use == stats.kv_blocks_total

@@ -1,0 +1,79 @@
+"""The process itself: Ready facts, one request through real sockets, and a refusal that reads well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec import json
+from tokenizers import Tokenizer
+
+from ipc.channel import Receiver, Sender
+from ipc.config import Endpoints, TokenizerProcessConfig
+from ipc.messages import EngineMessage, Generate, Ready, Shutdown, StartFailed, Submit, SupervisorMessage, TextPrompt
+from ipc.sampling import SamplingParams
+from tokenizer_proc.encode import from_bytes
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("supervisor", "tokenizer", "engine", "detokenizer")
+Process = tuple["subprocess.Popen[bytes]", Endpoints, Any]
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
+    @contextmanager
+    def started(model: Path) -> Iterator[Process]:
+        """The process, its endpoints, and its last message before it serves."""
+        run_dir = tmp_path_factory.mktemp("run")
+        ends = Endpoints(**{name: f"ipc://{run_dir}/{name}" for name in NAMES}, frontends=(f"ipc://{run_dir}/f",))
+        settings = run_dir / "settings.json"
+        settings.write_bytes(
+            json.encode(TokenizerProcessConfig(model=str(model), endpoints=ends, run_dir=str(run_dir)))
+        )
+        with (
+            Receiver[Any](ends.supervisor, SupervisorMessage) as supervisor,
+            subprocess.Popen([sys.executable, "-m", "tokenizer_proc", str(settings)], cwd=ROOT) as process,
+        ):
+            try:
+                seen: list[Any] = [None]
+                while not isinstance(seen[-1], Ready | StartFailed):
+                    assert supervisor.wait(60)
+                    seen += supervisor.drain()
+                yield process, ends, seen[-1]
+            finally:
+                process.kill()
+
+    return started
+
+
+def test_serves_a_request(start: Callable[[Path], Any], hf_directory: Callable[..., Path]) -> None:
+    path = hf_directory(tokenizer_config={"eos_token": "</s>"}, config={"vocab_size": 600})
+    with start(path) as (process, ends, ready):
+        assert isinstance(ready, Ready)
+        assert ready.facts["eos_token_ids"] == [1]
+        assert ready.facts["tokenizer_vocab_size"] == 600
+        assert ready.facts["chat_template"] is False
+        left = Tokenizer.from_file(ready.facts["tokenizer_json"])
+        assert psutil.Process(process.pid).cmdline()[0].startswith("gapless: tokenizer_proc")
+        with Receiver[Any](ends.engine, EngineMessage) as engine, closing(Sender(ends.tokenizer)) as sender:
+            prompt = TextPrompt("hello 你好")
+            sender.send(Submit(request_ids=[1], frontend=0, prompt=prompt, sampling=SamplingParams(), arrival=0))
+            assert engine.wait(60)
+            (generate,) = engine.drain()
+            assert isinstance(generate, Generate)
+            assert left.decode(from_bytes(generate.prompt_ids)) == "hello 你好"
+            sender.send(Shutdown())
+            assert process.wait(60) == 0
+
+
+def test_unusable_model_is_a_plain_reason(start: Callable[[Path], Any], tmp_path: Path) -> None:
+    with start(tmp_path) as (process, _, failed):
+        assert isinstance(failed, StartFailed)
+        assert "no tokenizer.json" in failed.message
+        assert process.wait(60) == 1
