@@ -9,6 +9,7 @@ import triton
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.kernels import triton_pointwise
+from engine_core.kernels.triton_device import chained
 from engine_core.kernels.triton_fused_decode import _attend_fused
 from engine_core.kernels.triton_paged_decode import _attend, _combine
 from engine_core.kernels.triton_paged_prefill import _prefill
@@ -58,6 +59,7 @@ def decode(
         return out
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
+    pdl = chained(out.device)
     norm = q_norm is not None
     _attend_fused[(spec.num_kv_heads * splits, rows)](
         qkv,
@@ -86,9 +88,9 @@ def decode(
         8,
         norm,
         splits == 1,
-        True,
+        pdl,
         num_warps=1,
-        launch_pdl=True,
+        launch_pdl=pdl,
     )
     _merge(partial, log_sums, out, rows, splits, spec)
     return out
@@ -108,6 +110,7 @@ def paged_decode(
     rows = q.shape[0]
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
+    pdl = chained(out.device)
     group = max(16, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
     _attend[(spec.num_kv_heads, splits, rows)](
         q,
@@ -134,9 +137,9 @@ def paged_decode(
         splits == 1,
         False,
         3 if dim <= 128 else 2,
-        True,
+        pdl,
         num_warps=4,
-        launch_pdl=True,
+        launch_pdl=pdl,
     )
     _merge(partial, log_sums, out, rows, splits, spec)
 
@@ -153,9 +156,10 @@ def _merge(
     partial: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor, rows: int, splits: int, spec: AttentionSpec
 ) -> None:
     if splits > 1:
+        pdl = chained(out.device)
         dim = triton.next_power_of_2(spec.head_dim)
         _combine[(rows * spec.num_heads,)](
-            partial, log_sums, out, splits, splits, spec.head_dim, dim, True, num_warps=1, launch_pdl=True
+            partial, log_sums, out, splits, splits, spec.head_dim, dim, pdl, num_warps=1, launch_pdl=pdl
         )
 
 

@@ -118,7 +118,7 @@ def _attend_fused(
     row = qkv + seq.to(tl.int64) * (HQ + 2 * HKV) * D
     k_new = _head(row + (HQ + head) * D, k_norm, cos, sin, same, partner, inside, eps, D, QK_NORM)
     v_new = tl.load(row + (HQ + HKV + head) * D + same, mask=inside, other=0.0)
-    mine = (split == 0) & (r == 0)
+    mine = (r + split) == 0
     at_new = ((new_block * BLOCK_SIZE + past % BLOCK_SIZE) * HKV + head) * D
     tl.store(key_cache + at_new + same, k_new.to(v_new.dtype), mask=inside & mine[:, None])
     tl.store(value_cache + at_new + same, v_new, mask=inside & mine[:, None])

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_core.kernels.triton_device import chained
+
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny(
@@ -64,18 +66,18 @@ def _skinny(
         k = k0 + c * BK + kk
         xv = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         xt = tl.trans(xv)
-        acc = tl.dot(w[c], xt, acc)
+        acc = tl.dot(w[c], xt, acc, input_precision="ieee")
         if GATED:
-            up = tl.dot(u[c], xt, up)
+            up = tl.dot(u[c], xt, up, input_precision="ieee")
     for c in tl.range(PRELOAD, PER, num_stages=STAGES):
         k = k0 + c * BK + kk
         wc = tl.load(weight + rows * K + k[None, :], mask=(k < K)[None, :], other=0.0)
         xv = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         xt = tl.trans(xv)
-        acc = tl.dot(wc, xt, acc)
+        acc = tl.dot(wc, xt, acc, input_precision="ieee")
         if GATED:
             uc = tl.load(weight + (rows + N) * K + k[None, :], mask=(k < K)[None, :], other=0.0)
-            up = tl.dot(uc, xt, up)
+            up = tl.dot(uc, xt, up, input_precision="ieee")
     at = m[None, :] * N + n[:, None]
     inside = (m < M)[None, :] & (n < N)[:, None]
     last = True
@@ -161,12 +163,12 @@ def gemm(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     dtype: torch.dtype | None = None,
-    pdl: bool = True,
 ) -> torch.Tensor:
     """W x + bias [+ residual] for up to 64 rows; arguments as for `triton_gemv.gemv`."""
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype or x.dtype, device=x.device)
+    pdl = chained(out.device)
     shape = _shape(rows, n, k, gated)
     assert shape is not None  # the caller asked `suits`
     splits = shape.splits

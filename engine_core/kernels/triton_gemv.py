@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_core.kernels.triton_device import chained
 from engine_core.layers.norm import RMSNorm
 
 
@@ -139,7 +140,6 @@ def gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     dtype: torch.dtype | None = None,
-    pdl: bool = True,
 ) -> torch.Tensor:
     """W f(x) + bias [+ residual]: x [rows, k], weight [n, k] -> [rows, n].
 
@@ -148,6 +148,7 @@ def gemv(
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype or x.dtype, device=x.device)
+    pdl = chained(out.device)
     chunks = triton.cdiv(k, 256)
     if gated:
         own, preload = (1, 8) if k >= 4096 else (2, 2)

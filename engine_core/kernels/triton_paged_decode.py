@@ -81,14 +81,14 @@ def _attend(
         inside = ok[:, None] & (d < D)[None, :]
         k = tl.load(key_cache + offset[:, None] + d[None, :], mask=inside, other=0.0)
         v = tl.load(value_cache + offset[:, None] + d[None, :], mask=inside, other=0.0)
-        score = tl.dot(qv, tl.trans(k)) * scale2
+        score = tl.dot(qv, tl.trans(k), input_precision="ieee") * scale2
         score = tl.where(ok[None, :], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1))
         safe = tl.where(new_peak > float("-inf"), new_peak, 0.0)
         keep = tl.exp2(peak - safe)
         p = tl.exp2(score - safe[:, None])
         total = total * keep + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         peak = new_peak
     some = total > 0
     value = acc / tl.where(some, total, 1.0)[:, None]

@@ -53,7 +53,7 @@ def _tile(
     else:
         k = tl.load(key_cache + offset[:, None] + d[None, :])
         v = tl.load(value_cache + offset[:, None] + d[None, :])
-    score = tl.dot(qv, tl.trans(k)) * scale2
+    score = tl.dot(qv, tl.trans(k), input_precision="ieee") * scale2
     if MASKED:
         keep = at[None, :] <= q_at[:, None]
         if WINDOW:
@@ -64,7 +64,7 @@ def _tile(
     alpha = tl.exp2(peak - safe)
     p = tl.exp2(score - safe[:, None])
     total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, total, new_peak
 
 

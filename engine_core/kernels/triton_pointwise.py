@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_core.kernels.triton_device import chained
+
 
 @triton.jit
 def _rms_norm(x, weight, out, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -26,10 +28,11 @@ def _rms_norm(x, weight, out, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl
     tl.store(out + row * K + k, ((v * scale).to(raw.dtype).to(tl.float32) * w).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = True) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight; x [rows, hidden]."""
     rows, hidden = x.shape
     out = torch.empty_like(x)
+    pdl = chained(out.device)
     block = triton.next_power_of_2(hidden)
     _rms_norm[(rows,)](x, weight, out, eps, hidden, block, pdl, num_warps=4 if block <= 2048 else 8, launch_pdl=pdl)
     return out
@@ -48,11 +51,12 @@ def _silu_mul(gate_up, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(out + row * N + n, (g / (1 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, pdl: bool = True) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [rows, 2 * n] laid out as gate then up; returns [rows, n]."""
     rows, n2 = gate_up.shape
     n = n2 // 2
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
+    pdl = chained(out.device)
     block = min(1024, triton.next_power_of_2(n))
     _silu_mul[(rows, triton.cdiv(n, block))](gate_up, out, n, block, pdl, num_warps=4, launch_pdl=pdl)
     return out
@@ -127,7 +131,6 @@ def rope_write_kv(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
-    pdl: bool = True,
 ) -> None:
     """QK-norm (if given) and RoPE of Q and K in place, K and V into their slots: one pass over `qkv`.
 
@@ -135,6 +138,7 @@ def rope_write_kv(
     cos_sin float32 [positions, head_dim], cosines then sines; positions, slots int32 [tokens].
     """
     tokens = qkv.shape[0]
+    pdl = chained(qkv.device)
     kv_heads, dim = cache.shape[-2:]
     norm = q_norm is not None
     heads = 4 if tokens <= 64 else 16  # few tokens: many small programs; many tokens: fewer, larger ones

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_core.kernels.triton_device import chained
+
 PARTS = 32  # programs that share a row of logits
 
 
@@ -184,7 +186,6 @@ def draw(
     last_tokens: torch.Tensor,
     ring: torch.Tensor,
     turn: torch.Tensor,
-    pdl: bool = True,
 ) -> None:
     """One token per row of logits [rows, vocabulary], into row `turn` of the int32 `ring` and into `last_tokens`.
 
@@ -194,6 +195,7 @@ def draw(
     """
     rows, vocabulary = logits.shape
     best_value = torch.empty(rows, PARTS, dtype=torch.float32, device=logits.device)
+    pdl = chained(logits.device)
     best_index = torch.empty(rows, PARTS, dtype=torch.int32, device=logits.device)
     per = triton.cdiv(vocabulary, PARTS)
     unused = logits
