@@ -4,7 +4,7 @@ VENV ?= .venv
 PORT ?=
 MODEL ?=
 ARGS ?=
-BENCH ?= offline
+BENCH ?= scheduler
 export PYTHON VENV
 
 .PHONY: help serve test lint format docs bench clean

@@ -2,7 +2,7 @@
 
     pip install accelerate                                        # transformers needs it to read GGUF files
     pip install --no-binary llama-cpp-python llama-cpp-python     # builds llama.cpp for this machine
-    python bench/cpu_peers.py MODEL.gguf [--threads 2] [--rounds 5] [--peers gapless,transformers,llama.cpp]
+    python -m bench.cpu_peers MODEL.gguf [--threads 2] [--rounds 5] [--peers gapless,transformers,llama.cpp]
 
 Each engine loads once, in its own process, and sleeps while another is measured. A round measures every engine at
 every number of sequences; the order turns from round to round. A figure is generated tokens over the time of the whole
@@ -131,7 +131,7 @@ class Worker:
         self.peer = peer
         start = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, *sys.argv[1:], "--worker", peer],
+            [sys.executable, "-m", "bench.cpu_peers", *sys.argv[1:], "--worker", peer],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

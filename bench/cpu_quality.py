@@ -1,6 +1,6 @@
 """What int8 weights change: the model's next-token distributions against exact float32 on the same GGUF file.
 
-    python bench/cpu_quality.py MODEL.gguf
+    python -m bench.cpu_quality MODEL.gguf
 
 Two variants are compared with `weights="none", dtype="float32"`: the file's own blocks as int8 (what `weights="auto"`
 does; only the order of sums differs), and the dequantized weights rounded to int8 anew (what `weights="int8"` does to

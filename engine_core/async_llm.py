@@ -89,7 +89,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[StreamOutput]:
-        """Like `generate`, as it is made. Closing the iterator ends the request. `text=False`: token ids alone.
+        """Like `generate`, as it is made. Closing the iterator ends the request. `text=False`: ids alone, for ids.
 
         Raises EngineError if the request fails.
         """

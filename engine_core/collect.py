@@ -47,7 +47,7 @@ class Collector:
             self._ended[delta.choice] = delta.ended
 
     def output(self) -> RequestOutput:
-        """Raises ValueError if the engine refused the prompt or its parameters."""
+        """Raises ValueError if the engine refused the prompt or its parameters, EngineError if it is broken."""
         completed = cached = 0
         for choice, ended, texts in zip(self._choices, self._ended, self._texts, strict=True):
             assert ended is not None
@@ -76,7 +76,8 @@ def stream_output(delta: Delta) -> StreamOutput:
 
 def raise_refusal(ended: Ended) -> None:
     if ended.reason == "rejected":
-        raise ValueError(ended.error.message if ended.error else "the request was refused")
+        message = ended.error.message if ended.error else "the request was refused"
+        raise EngineError(message) if ended.error and ended.error.status >= 500 else ValueError(message)
 
 
 def _decode_answer(text: TextSide, prompt: EncodedPrompt, sampling: SamplingParams, ids: list[int]) -> str:

@@ -56,7 +56,9 @@ class LLM:
         self._progress = progress
         self._text = TextSide(path, chat_template)
         self._session = Session(engine, self._text)
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # the garbage collector may close a stream while this thread is inside
+        self._inside = False
+        self._dropped: deque[list[int]] = deque()  # ids of requests whose callers have gone
         self._closed = False
 
     # --- whole answers --------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ class LLM:
     ) -> Iterator[StreamOutput]:
         """The answer to one text, list of token ids, or conversation, as it is made.
 
-        Closing the iterator ends the request. `text=False` streams token ids alone.
+        Closing the iterator ends the request. `text=False` streams the answer to token ids as ids alone.
 
         Raises ValueError as `generate` does, and EngineError (while iterating) if the request fails.
         """
@@ -215,8 +217,11 @@ class LLM:
             self._session.step()
 
     def _abort(self, request_ids: list[int]) -> None:
-        with self._exclusive(closing=True):
-            self._session.abort(request_ids)
+        self._dropped.append(request_ids)
+        with self._lock:
+            if not self._inside:  # else this came from the garbage collector in the middle of a step, and waits for it
+                with self._exclusive(closing=True):
+                    pass
 
     @contextmanager
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
@@ -224,7 +229,13 @@ class LLM:
         with self._lock, deferred_interrupts():
             if self._closed and not closing:
                 raise EngineError("the LLM is closed")
-            yield
+            self._inside = True
+            try:
+                yield
+            finally:
+                while self._dropped:
+                    self._session.abort(self._dropped.popleft())
+                self._inside = False
 
 
 @contextmanager

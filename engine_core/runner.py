@@ -169,7 +169,7 @@ def _attention_spec(model: ModelConfig, block_size: int, dtype: torch.dtype, dev
 
 
 def _warm_up(runner: ModelRunner | CudaRunner, config: EngineConfig, num_blocks: int) -> None:
-    """A prompt chunk and a decode step: compiles kernels, touches the weights, finds an out-of-memory early."""
+    """A short prompt and a decode step: compiles kernels and touches the weights before the first request does."""
     room = (num_blocks - 1) * config.block_size
     count = max(1, min(config.max_num_batched_tokens, 32, room - 1))
     request = Request(-1, [0] * count, SamplingParams(temperature=0.0), block_ids=list(range(1, num_blocks)), slot=0)

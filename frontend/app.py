@@ -13,9 +13,9 @@ from frontend.cold import ColdRoutes
 from frontend.errors import ApiError
 from frontend.generate import Generator
 from frontend.guard import Guard
-from frontend.http import ClientGone, HeaderList, Receive, Scope, Send, read_body, respond
+from frontend.http import BodyReader, ClientGone, HeaderList, Receive, Scope, Send, respond
 from frontend.metrics import Metrics
-from frontend.openai.job import Bodies, Job, chat_job, completion_job
+from frontend.openai.job import Bodies, Job, Limits, chat_job, completion_job
 from ipc.config import FrontendProcessConfig
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ class App:
     def __init__(self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics) -> None:
         self._backend = backend
         self._metrics = metrics
-        self._limit = config.max_body_bytes
+        self._reader = BodyReader(config.max_body_bytes)
         self._guard = Guard(config.host, config.api_key)
         self._bodies = Bodies()
-        self._cold = ColdRoutes(config, backend, metrics, self._bodies)
+        self._cold = ColdRoutes(config, backend, metrics, self._bodies, self._reader)
         self._router = Router(self._cold.routes(), redirect_slashes=False)
         self._generator = Generator(backend, self._cold.model)
 
@@ -64,17 +64,19 @@ class App:
         if scope["method"] != "POST":
             raise ApiError(405, f"{path} takes POST, not {scope['method']}", allow="POST")
         limits = self._backend.limits()
-        body = await read_body(scope, receive, self._limit)
-        job: Job
+        async with self._reader.read(scope, receive) as body:
+            job = self._job(path, body, limits)
+            del body
+            return await self._generator.answer(job, scope, receive, send)
+
+    def _job(self, path: str, body: bytes, limits: Limits) -> Job:
         if path == CHAT:
             chat = self._bodies.chat(body)
             self._cold.check_model(chat.model)
-            job = chat_job(chat, limits)
-        else:
-            completion = self._bodies.completion(body)
-            self._cold.check_model(completion.model)
-            job = completion_job(completion, limits)
-        return await self._generator.answer(job, scope, receive, send)
+            return chat_job(chat, limits)
+        completion = self._bodies.completion(body)
+        self._cold.check_model(completion.model)
+        return completion_job(completion, limits)
 
     async def _refuse(self, path: str, error: ApiError, send: Send) -> None:
         self._metrics.responded(path if path in (CHAT, COMPLETIONS) else "other", error.status)

@@ -18,10 +18,11 @@ from starlette.routing import Route
 
 from frontend.backend import Backend
 from frontend.errors import ApiError, shown
-from frontend.http import read_body
+from frontend.http import BodyReader
 from frontend.metrics import Metrics
-from frontend.openai.job import Bodies
-from frontend.openai.prompts import chat_prompt, token_bytes
+from frontend.openai.job import Bodies, Limits
+from frontend.openai.prompts import chat_prompt, check_length, token_bytes
+from frontend.openai.schema import TokenizeRequest
 from ipc.codec import unpack_ids
 from ipc.config import FrontendProcessConfig
 from ipc.messages import Prompt, TextPrompt
@@ -30,10 +31,12 @@ from ipc.messages import Prompt, TextPrompt
 class ColdRoutes:
     """`routes` is the table; methods are the endpoints. All raise `ApiError`."""
 
-    def __init__(self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics, bodies: Bodies) -> None:
+    def __init__(
+        self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics, bodies: Bodies, reader: BodyReader
+    ) -> None:
         self.model = config.served_model_name or "default"
         self._names = {self.model, *config.model_aliases}
-        self._limit = config.max_body_bytes
+        self._reader = reader
         self._backend = backend
         self._metrics = metrics
         self._bodies = bodies
@@ -91,7 +94,10 @@ class ColdRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         limits = self._backend.limits()
-        wanted = self._bodies.tokenize(await read_body(request.scope, request.receive, self._limit))
+        async with self._reader.read(request.scope, request.receive) as body:
+            return await self._tokenize(self._bodies.tokenize(body), limits)
+
+    async def _tokenize(self, wanted: TokenizeRequest, limits: Limits) -> Response:
         self.check_model(wanted.model)
         if (wanted.prompt is None) == (wanted.messages is None):
             raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
@@ -113,8 +119,10 @@ class ColdRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         limits = self._backend.limits()
-        wanted = self._bodies.detokenize(await read_body(request.scope, request.receive, self._limit))
+        async with self._reader.read(request.scope, request.receive) as body:
+            wanted = self._bodies.detokenize(body)
         self.check_model(wanted.model)
+        check_length("tokens", wanted.tokens, limits.max_model_len)
         ids = token_bytes("tokens", wanted.tokens, limits.vocab_size)
         decoded = await self._backend.decode(ids, bool(wanted.skip_special_tokens))
         return _json({"prompt": decoded.text})

@@ -16,7 +16,8 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 
 
 class ApiError(Exception):
-    """Raised anywhere below a route; becomes the response. `retry_after` is in seconds."""
+    """Raised anywhere below a route; becomes the response. `retry_after` is in seconds. `close`: the rest of
+    the body may still be coming, so the connection is of no use any more."""
 
     def __init__(
         self,
@@ -26,10 +27,11 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         allow: str | None = None,
+        close: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after, self.allow = retry_after, allow
+        self.retry_after, self.allow, self.close = retry_after, allow, close
 
     @property
     def type(self) -> str:
@@ -43,7 +45,7 @@ class ApiError(Exception):
             headers.append((b"allow", self.allow.encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if self.status in (408, 413):  # the rest of the body is still coming: this connection is of no use any more
+        if self.close:
             headers.append((b"connection", b"close"))
         return headers
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,8 +17,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 HeaderList = list[tuple[bytes, bytes]]
 
 MAX_HEADER_BYTES = 64 * 1024
-HEADER_SECONDS = 30.0  # from a connection's first byte to the end of its headers
+HEADER_SECONDS = 30.0  # from a connection's start, or the first byte of its next request, to the end of the headers
 BODY_SECONDS = 30.0  # between two pieces of a body
+BODIES_AT_ONCE = 8  # so many bodies of the largest size fit into memory together
 ABORT = "gapless.abort"  # scope extension: cut the connection even if its writer is blocked
 
 
@@ -25,32 +27,57 @@ class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Raises `ApiError` 413 above `limit` bytes, 408 when the client stops sending, `ClientGone`."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
-            raise _too_large(limit)
-    pieces: list[bytes] = []
-    size = 0
-    while True:
+class BodyReader:
+    """Reads request bodies of at most `limit` bytes, and of at most BODIES_AT_ONCE times as many bytes together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._room = limit * BODIES_AT_ONCE
+
+    @contextlib.asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+        """The body, which counts until the `async with` is left: its prompts live as long as their answers.
+
+        Raises `ApiError` 413 above the limit, 503 above that of all bodies, 408 when the client stops sending,
+        `ClientGone`.
+        """
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > self._limit:
+                raise self._too_large()
+        pieces: list[bytes] = []
+        size = 0
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                message = await receive()
-        except TimeoutError:
-            raise ApiError(408, f"no part of the request body came for {BODY_SECONDS:.0f} s") from None
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > limit:
-            raise _too_large(limit)
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
+            more = True
+            while more:
+                piece, more = await _next_piece(receive)
+                size += len(piece)
+                self._room -= len(piece)
+                if size > self._limit:
+                    raise self._too_large()
+                if self._room < 0:
+                    raise ApiError(
+                        503, "too many large requests are in progress", code="overloaded", retry_after=1, close=True
+                    )
+                pieces.append(piece)
+            pieces[:] = [b"".join(pieces)]
+            yield pieces.pop()  # not kept here: once parsed, the bytes may go
+        finally:
+            self._room += size
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request body must have at most {self._limit} bytes", code="too_large", close=True)
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request body must have at most {limit} bytes", code="too_large")
+async def _next_piece(receive: Receive) -> tuple[bytes, bool]:
+    """A piece of the body, and whether there is more."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            message = await receive()
+    except TimeoutError:
+        raise ApiError(408, f"no part of the request body came for {BODY_SECONDS:.0f} s", close=True) from None
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message.get("body", b""), message.get("more_body", False)
 
 
 async def respond(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
@@ -86,6 +113,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
+        if self._header_timer is None:  # not the connection's first request
+            self._start_timer()
         self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:

@@ -109,7 +109,7 @@ class _EngineCollector(Collector):
         for state, value in (("used", used), ("cached", stats.kv_blocks_cached), ("free", stats.kv_blocks_free)):
             blocks.add_metric([self._metrics.model, state], value)
         yield blocks
-        yield self._counter("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens, cached ones included", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated", stats.output_tokens)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_hits)

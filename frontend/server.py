@@ -15,7 +15,7 @@ from frontend.backend import Backend
 from frontend.http import BoundedHttpProtocol
 from ipc.aio import AsyncReceiver
 from ipc.errors import UserError
-from ipc.messages import Error, FrontendMessage
+from ipc.messages import Error, FrontendMessage, Shutdown
 
 
 class Server(uvicorn.Server):
@@ -55,7 +55,10 @@ def client_url(host: str, port: int) -> str:
 async def serve(
     app: App, backend: Backend, inbox: AsyncReceiver[FrontendMessage], sock: socket.socket, grace_seconds: float
 ) -> None:
-    """Run until Shutdown: then stop accepting, let answers in flight go on for `grace_seconds`, end the rest."""
+    """Run until Shutdown: then stop accepting, let answers in flight go on for `grace_seconds`, end the rest.
+
+    Raises what a message from another process raised.
+    """
     config = uvicorn.Config(
         app,
         http=BoundedHttpProtocol,
@@ -72,6 +75,8 @@ async def serve(
     )
     server = Server(config)
     reader = asyncio.ensure_future(_read(inbox, backend))
+    # A message that cannot be handled ends the process: one that hears nothing would let every answer hang.
+    reader.add_done_callback(lambda _: backend.deliver([Shutdown()]))
     stopper = asyncio.ensure_future(_stop(server, backend, grace_seconds))
     try:
         await server.serve([sock])
@@ -79,6 +84,8 @@ async def serve(
         for task in (reader, stopper):
             task.cancel()
         await asyncio.gather(reader, stopper, return_exceptions=True)
+    if not reader.cancelled():
+        reader.result()
 
 
 async def _read(inbox: AsyncReceiver[FrontendMessage], backend: Backend) -> None:

@@ -72,14 +72,13 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the detokenizer needs to know of a request. The engine carries it as opaque bytes and never looks inside,
     so that the detokenizer learns of a request in the same message as its first token."""
 
-    # The last few prompt ids, all of them with echo or prompt_logprobs: the context to decode in.
+    # The last few prompt ids: the context to decode in.
     prompt_ids: TokenBytes = b""
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     min_tokens: Count = 0
     skip_special_tokens: bool = True
     echo: str | None = None  # prompt text to send back before the first token
-    logprobs: bool = False
 
 
 # --- to the tokenizer -----------------------------------------------------------------------------------------------

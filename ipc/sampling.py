@@ -92,8 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(self.stop) > MAX_STOP_STRINGS:
             raise BoundError("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise BoundError("stop", text, f"a string of 1 to {MAX_STOP_LENGTH} characters")
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
+                raise BoundError("stop", text, f"a string of 1 to {MAX_STOP_LENGTH} Unicode characters")
 
     @property
     def greedy(self) -> bool:
@@ -128,6 +128,11 @@ def _number(field: str, value: object, low: float, high: float, open_low: bool =
 def _integer(field: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise BoundError(field, value, f"an integer between {low} and {high}")
+
+
+def _is_unicode(text: str) -> bool:
+    """False if it holds a lone surrogate, which no message can carry and no answer can contain."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _token_list(field: str, ids: tuple[int, ...]) -> None:

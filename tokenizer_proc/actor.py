@@ -18,6 +18,10 @@ from tokenizer_proc.model import TextModel
 
 log = logging.getLogger(__name__)
 
+# What would not fit into the message of an answer, or hold everyone up while it is written.
+MAX_CHARS = 1 << 24
+MAX_PROMPT_LOGPROBS = 1 << 19
+
 
 class TokenizerActor:
     def __init__(self, model: TextModel) -> None:
@@ -50,6 +54,7 @@ class TokenizerActor:
         model, sampling = self._model, submit.sampling
         sampling.check_vocabulary(model.vocab_size)
         ids = encode_prompt(model, submit.prompt)
+        _check_prompt_logprobs(len(ids), sampling.prompt_logprobs)
         echo = None
         if submit.echo:
             echo = model.tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens)
@@ -82,9 +87,22 @@ class TokenizerActor:
             ids = from_bytes(call.ids)
             check_ids(ids, self._model.vocab_size, "tokens")
             text = self._model.tokenizer.decode(ids, skip_special_tokens=call.skip_special_tokens)
+            if len(text) > MAX_CHARS:
+                raise PromptError(f"tokens make a text of {len(text)} characters, the limit is {MAX_CHARS}", "tokens")
             return Decoded(call_id=call.call_id, text=text)
         except Exception as error:
             return Decoded(call_id=call.call_id, error=_explained(error))
+
+
+def _check_prompt_logprobs(num_tokens: int, wanted: int | None) -> None:
+    if wanted is None or num_tokens * (wanted + 1) <= MAX_PROMPT_LOGPROBS:
+        return
+    raise PromptError(
+        f"prompt_logprobs must be less than {MAX_PROMPT_LOGPROBS // num_tokens} for a prompt of {num_tokens} tokens, "
+        f"got {wanted}",
+        "prompt_logprobs",
+        code="invalid_value",
+    )
 
 
 def _explained(error: Exception) -> Error:

@@ -147,6 +147,10 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+    try:  # minijinja would put U+FFFD in the place of a lone surrogate
+        "".join(value for value in plain.values() if isinstance(value, str)).encode()
+    except UnicodeEncodeError as error:
+        raise PromptError("messages is not valid Unicode text", "messages") from error
     return plain
 
 

@@ -13,6 +13,8 @@ from ipc.sampling import SamplingParams
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.model import TextModel
 
+MAX_TOKENS = 1 << 22  # of a prompt, whatever the model's context: more would not fit into messages
+
 
 def to_bytes(ids: Sequence[int]) -> bytes:
     """Ids as the little-endian int32 bytes of messages."""
@@ -60,7 +62,6 @@ def text_spec(model: TextModel, ids: Sequence[int], sampling: SamplingParams, ec
             min_tokens=sampling.min_tokens,
             skip_special_tokens=sampling.skip_special_tokens,
             echo=echo,
-            logprobs=sampling.logprobs is not None,
         )
     )
 
@@ -90,6 +91,9 @@ def _encode_text(model: TextModel, text: str, add_special_tokens: bool, field: s
         ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate
         raise PromptError(f"{field} is not valid Unicode text", field) from error
+    if len(ids) > MAX_TOKENS:
+        message = f"{field} has {len(ids)} tokens, more than the {MAX_TOKENS} that any prompt may have"
+        raise PromptError(message, field, code="context_length_exceeded")
     return ids
 
 

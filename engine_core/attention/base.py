@@ -38,7 +38,7 @@ class Attention(Protocol):
     name: str
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV pool, for `num_blocks` blocks. Its values are finite from the start."""
+        """Make the KV pool, for `num_blocks` blocks."""
         ...
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -48,7 +48,8 @@ class Attention(Protocol):
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Write K and V at `batch.slot_mapping`, then attend causally over each row's whole context.
+        """Write K and V at `batch.slot_mapping`, then attend causally over each row's whole context. What lies behind a
+        row's context in its last block, be it NaN, has no influence.
 
         q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], already rotated; they may be strided views
         of one tensor. Returns [tokens, heads * head_dim].

@@ -97,8 +97,11 @@ class TorchAttention:
         self, group: _DecodeGroup, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         rows = len(group.tokens)
-        k = keys.index_select(0, group.blocks).view(rows, -1, *keys.shape[2:]).transpose(1, 2)
-        v = values.index_select(0, group.blocks).view(rows, -1, *values.shape[2:]).transpose(1, 2)
+        k = keys.index_select(0, group.blocks).view(rows, -1, *keys.shape[2:])
+        v = values.index_select(0, group.blocks).view(rows, -1, *values.shape[2:])
+        # A mask does not stop the NaN that a failed request left behind in a block.
+        beyond = ~group.mask.view(rows, -1, 1, 1)
+        k, v = (x.masked_fill_(beyond, 0.0).transpose(1, 2) for x in (k, v))
         query = q[group.tokens].unsqueeze(2)
         out = scaled_dot_product_attention(query, k, v, group.mask, scale=self.spec.scale, enable_gqa=True)
         return out.squeeze(2)
@@ -126,7 +129,7 @@ class TorchAttention:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed KV pool: masked positions are multiplied by 0, so they must not hold NaN.
+    """A zeroed KV pool.
 
     On the CPU the memory comes from calloc, which takes a page only when it is first written; torch.zeros would
     touch gigabytes at start-up.

@@ -25,6 +25,7 @@ from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64))
+_DIGEST_BYTES = 32
 
 
 def cache_directory() -> Path:
@@ -44,13 +45,13 @@ def compile_kernel(name: str, make: Callable[[], Callable[[Any], None]]) -> int:
     """
     path = cache_directory() / f"{name}.o"
     engines = _engines()
-    try:
-        symbol, _, code = path.read_bytes().partition(b"\n")
-    except OSError:
+    content = _stored(path)
+    if content is None:
         compiled = numba.cfunc(KERNEL_SIGNATURE, error_model="numpy")(make())
-        symbol = compiled.native_name.encode()
-        code = _target_machine().emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
-        _store(path, symbol + b"\n" + code)
+        object_code = _target_machine().emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
+        content = compiled.native_name.encode() + b"\n" + object_code
+        _store(path, content)
+    symbol, _, code = content.partition(b"\n")
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -58,13 +59,28 @@ def compile_kernel(name: str, make: Callable[[], Callable[[Any], None]]) -> int:
     return int(engine.get_function_address(symbol.decode()))
 
 
+def _stored(path: Path) -> bytes | None:
+    """What `_store` wrote, or None. LLVM would crash on a file that a power cut has left half written."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    content = data[_DIGEST_BYTES:]
+    return content if hashlib.sha256(content).digest() == data[:_DIGEST_BYTES] else None
+
+
 def _store(path: Path, content: bytes) -> None:
     """Write the file in one step: other processes may be starting too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
+            try:
+                file.write(hashlib.sha256(content).digest() + content)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:  # the disk is full
+                os.unlink(file.name)
+                raise
     except OSError:
         logging.getLogger(__name__).warning("cannot keep compiled kernels in %s", path.parent)
 

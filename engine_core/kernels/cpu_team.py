@@ -13,6 +13,7 @@ Both loops are compiled like the kernels and run without Python's lock.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 import threading
@@ -148,22 +149,29 @@ def _work(cells: Any) -> None:
 @cache
 def cpu_team() -> Team:
     """The team of this process."""
-    return Team()
+    team = Team()
+    os.register_at_fork(after_in_child=team.begin)
+    return team
 
 
 class Team:
-    """The threads that run kernels: at most as many as torch is set to use. Kernels run one at a time."""
+    """The threads that run kernels: as many as torch is set to use, or was before. Kernels run one at a time."""
 
     def __init__(self, native: bool = True) -> None:
         self._futex = FUTEX_NUMBERS.get(platform.machine()) if native and sys.platform == "linux" else None
+        if self._futex is not None:
+            self._lead = _CALL(compile_kernel("lead", lambda: _lead))
+            self._work = _CALL(compile_kernel("work", lambda: _work))
+        self.begin()
+
+    def begin(self) -> None:
+        """Have no threads yet. A fork takes none along, and may come while the lock is held and threads are inside."""
         self._lock = threading.Lock()
-        self._workers = 0
+        self._workers: list[threading.Thread] = []
         self._pool: ThreadPoolExecutor | None = None
         self._cells = array("q", bytes(8 * CELLS))
         self._address = self._cells.buffer_info()[0]
         if self._futex is not None:
-            self._lead = _CALL(compile_kernel("lead", lambda: _lead))
-            self._work = _CALL(compile_kernel("work", lambda: _work))
             syscall = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value
             assert syscall is not None
             self._cells[SYSCALL], self._cells[FUTEX] = syscall, self._futex
@@ -183,10 +191,10 @@ class Team:
             self._run_in_pool(kernel, address, threads)
         else:
             with self._lock:
-                while self._workers < threads - 1:
-                    self._workers += 1
-                    arguments = (self._address,)
-                    threading.Thread(target=self._work, args=arguments, name="kernel", daemon=True).start()
+                while len(self._workers) < threads - 1:
+                    worker = threading.Thread(target=self._work, args=(self._address,), name="kernel", daemon=True)
+                    worker.start()
+                    self._workers.append(worker)
                 self._cells[KERNEL], self._cells[ARGS] = kernel, address
                 self._lead(self._address)
 
@@ -208,7 +216,9 @@ class Team:
                 self._cells[KERNEL], self._cells[ARGS] = _nothing(), self._address
                 self._cells[STOP] = 1
                 self._lead(self._address)
-                self._workers = 0
+            for worker in self._workers:
+                worker.join()  # they read the cells to the last
+            self._workers.clear()
 
 
 def _nothing() -> int:

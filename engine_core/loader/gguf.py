@@ -172,9 +172,8 @@ def _refuse_unsupported(file: GGUFFile, get: _Metadata) -> None:
     for key in ("expert_count", "attention.sliding_window"):
         if get.optional(key):
             raise UserError(f"{file.path}: {get.prefix}.{key} {get.optional(key)} is not supported")
-    head_dim = get.integer(
-        "attention.key_length", get.integer("embedding_length") // get.integer("attention.head_count")
-    )
+    heads = max(get.integer("attention.head_count"), 1)  # ModelConfig says what is wrong with 0
+    head_dim = get.integer("attention.key_length", get.integer("embedding_length") // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if get.integer(key, head_dim) != head_dim:
             raise UserError(

@@ -63,16 +63,6 @@ class QuantizedWeight:
 Weight = torch.Tensor | QuantizedWeight
 
 
-def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One matrix with the parts below one another (fused QKV, gate/up), or None if their block types differ."""
-    first = parts[0]
-    if any(part.ggml_type != first.ggml_type or part.shape[1] != first.shape[1] for part in parts):
-        return None
-    rows = sum(part.shape[0] for part in parts)
-    data = parts[0].data if len(parts) == 1 else np.concatenate([part.data for part in parts])
-    return QuantizedWeight(first.ggml_type, (rows, first.shape[1]), data)
-
-
 def dense(parts: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The parts below one another as one dense tensor [sum of rows, columns]. A single tensor is not copied if it is
     what is wanted already."""

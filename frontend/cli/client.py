@@ -62,6 +62,8 @@ class Client:
             yield from _pieces(connection.getresponse())
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"no answer from {self.url}: {error}") from None
+        except UnicodeEncodeError as error:  # a terminal or a shell passes bytes on that are no text
+            raise ServerError(f"cannot send this: {error}") from None
         finally:
             connection.close()
 

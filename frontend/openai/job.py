@@ -15,6 +15,8 @@ from ipc.sampling import BoundError, SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n
 MAX_SALT = 1024
+# JSON values in a body, by its commas: parsing them holds up the streams of everyone else.
+MAX_VALUES = 1 << 21
 
 T = TypeVar("T")
 Kind = Literal["chat", "completion"]
@@ -69,6 +71,10 @@ class Bodies:
 
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    if (values := body.count(b",")) > MAX_VALUES:
+        raise ApiError(
+            413, f"the request body may hold at most {MAX_VALUES} values, got some {values}", code="too_large"
+        )
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

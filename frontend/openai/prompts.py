@@ -88,14 +88,19 @@ def completion_prompts(request: CompletionRequest, vocab_size: int, max_model_le
 def _token_prompt(field: str, ids: Sequence[Any], vocab_size: int, max_model_len: int) -> TokenPrompt:
     if not ids:
         raise ApiError(400, f"{field} must not be empty, got []", param="prompt")
+    check_length(field, ids, max_model_len)
+    return TokenPrompt(token_bytes(field, ids, vocab_size))
+
+
+def check_length(field: str, ids: Sequence[Any], max_model_len: int) -> None:
+    """`ApiError` if there are more ids than the context holds."""
     if len(ids) > max_model_len:
         raise ApiError(
             400,
             f"{field} has {len(ids)} tokens, more than the context length of {max_model_len} tokens",
-            param="prompt",
+            param=field.partition("[")[0],
             code="context_length_exceeded",
         )
-    return TokenPrompt(token_bytes(field, ids, vocab_size))
 
 
 def token_bytes(field: str, ids: Sequence[int], vocab_size: int) -> bytes:

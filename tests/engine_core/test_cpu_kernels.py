@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from gguf.quants import quantize as gguf_quantize
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.cpu import CpuAttention
+from engine_core.attention.torch import TorchAttention
 from engine_core.batch import ForwardBatch
 from engine_core.kernels import cpu_elementwise, cpu_jit, cpu_team
 from engine_core.kernels.cpu_linear import PackedLinear
@@ -165,9 +168,11 @@ def spec(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionSpec:
 class Sequences:
     """Random sequences in one KV pool, their blocks scattered over it; fed to an attention in pieces."""
 
-    def __init__(self, shape: AttentionSpec, lengths: list[int]) -> None:
+    def __init__(
+        self, shape: AttentionSpec, lengths: list[int], attention: type[CpuAttention | TorchAttention] = CpuAttention
+    ) -> None:
         self.shape, self.lengths = shape, lengths
-        self.attention = CpuAttention(shape)
+        self.attention = attention(shape)
         widths = [-(-length // shape.block_size) for length in lengths]
         blocks = np.random.permutation(sum(widths) + 3).astype(np.int32)
         self.attention.allocate(len(blocks))
@@ -225,6 +230,32 @@ def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(threads: int
     decoded = [sequences.attend([(1, 100 + i, 101 + i), (0, 40 + i, 41 + i)]) for i in range(40)]
     assert torch.equal(torch.cat([step[0] for step in decoded]), second[100:140])
     assert torch.equal(torch.cat([step[1] for step in decoded]), first[40:80])
+
+
+@pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])
+def test_nan_left_in_the_pool_reaches_nobody(attention: type[CpuAttention | TorchAttention]) -> None:
+    sequences = Sequences(spec(4, 2, 32, 16), [40, 90], attention)
+    sequences.attention.cache.fill_(math.nan)
+    parts = [[sequences.attend([(i, 0, 10)])[0]] for i in range(2)]
+    for at in range(10, 40):
+        for part, out in zip(parts, sequences.attend([(0, at, at + 1), (1, at, at + 1)]), strict=True):
+            part.append(out)
+    parts[1] += sequences.attend([(1, 40, 90)])
+    for i, part in enumerate(parts):
+        assert error(torch.cat(part), sequences.expected(i)) < 2e-6
+
+
+@pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])
+@pytest.mark.parametrize("part", [0, 4, 6])  # the first head of Q, of K, of V
+def test_a_rows_own_nan_is_not_hidden(part: int, attention: type[CpuAttention | TorchAttention]) -> None:
+    sequences = Sequences(spec(4, 2, 32, 16), [70], attention)
+    sequences.qkv[0][50, part, 3] = math.nan
+    out = sequences.attend([(0, 0, 70)])[0]
+    assert out[50].isnan().any()
+    if part:
+        assert out[50:].isnan().any(1).all()
+        step = sequences.attend([(0, 69, 70)])[0]
+        assert step.isnan().any()
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -290,16 +321,76 @@ def test_a_closed_team_has_no_threads_left() -> None:
     torch.set_num_threads(3)
     team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
     team.run(kernel, (0, 0))
-    workers = [thread for thread in threading.enumerate() if thread.name == "kernel"]
-    assert len(workers) >= 2
+    assert threading.active_count() == alive + 2
     team.close()
-    for thread in workers[-2:]:
-        thread.join(10)
     assert threading.active_count() == alive
     torch.set_num_threads(before)
+
+
+FORK = """
+import os, signal, threading, torch
+from engine_core.kernels.cpu_linear import PackedLinear
+from engine_core.kernels.cpu_pack import pack_floats
+
+torch.set_num_threads(3)
+linear, x = PackedLinear(pack_floats(torch.randn(256, 64))), torch.randn(60, 64)
+expected, stop = linear(x), threading.Event()
+
+def work():
+    while not stop.is_set():
+        linear(x)
+
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+statuses = []
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the child if it hangs
+        os._exit(not torch.equal(linear(x), expected))
+    statuses.append(os.waitpid(child, 0)[1])
+stop.set()
+for thread in threads:
+    thread.join()
+print(statuses)
+"""
+
+
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip() == str([0] * 10), done.stderr
 
 
 def test_kernels_are_compiled_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "gapless").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cpu_jit.compile_kernel("silu", lambda: cpu_elementwise._silu_and_mul) > 0
+
+
+def test_a_damaged_file_in_the_cache_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+
+    def make() -> Any:
+        compiled.append("once more")
+        return _count_tasks
+
+    def run() -> None:
+        counts = np.zeros(3, np.int64)
+        address = cpu_jit.compile_kernel("count_tasks", make)
+        cpu_team.Team().run(address, (3, counts.ctypes.data), parallel=False)
+        assert counts.tolist() == [1, 1, 1]
+
+    run()
+    run()
+    assert len(compiled) == 1
+    (file,) = cpu_jit.cache_directory().glob("count_tasks*")
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        run()
+    assert len(compiled) == 4
+    assert sorted(path.name for path in cpu_jit.cache_directory().iterdir()) == ["count_tasks.o", "lead.o", "work.o"]

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from engine_core.errors import UserError
 from engine_core.loader.gguf import GGUFCheckpoint
 from engine_core.loader.select import open_checkpoint
-from engine_core.loader.weights import QuantizedWeight, join_rows
+from engine_core.loader.weights import QuantizedWeight, dense
 from tests.engine_core.gguf_files import raw_blocks, write_gguf
 from tests.engine_core.tiny_models import (
     load,
@@ -61,16 +61,8 @@ def test_dequantize_equals_the_gguf_package(kind: GGML) -> None:
     np.testing.assert_array_equal(weight.dequantize(), expected)
     order = rng.permutation(300)
     np.testing.assert_array_equal(weight.take_rows(order).dequantize(), expected[order])
-    joined = join_rows([weight.take_rows(slice(0, 7)), weight.take_rows(slice(7, 300))])
-    assert joined is not None
-    np.testing.assert_array_equal(joined.dequantize(), expected)
-
-
-def test_blocks_of_different_types_are_not_joined() -> None:
-    rng = np.random.default_rng(1)
-    values = rng.normal(size=(4, 256)).astype(np.float32)
-    parts = [QuantizedWeight(kind, values.shape, raw_blocks(values, kind, rng)) for kind in (GGML.Q8_0, GGML.Q6_K)]
-    assert join_rows(parts) is None
+    parts = [weight.take_rows(slice(0, 7)), weight.take_rows(slice(7, 300))]
+    np.testing.assert_array_equal(dense(parts, torch.float32, torch.device("cpu")).numpy(), expected)
 
 
 def test_a_quantized_weight_checks_its_shape() -> None:
@@ -172,6 +164,7 @@ def tensor(name: str, shape: tuple[int, ...]) -> Callable[[gguf.GGUFWriter], Non
         ({"context_length": 0}, "context length is 0"),
         ({"attention.layer_norm_rms_epsilon": "small"}, "layer_norm_rms_epsilon"),
         ({"attention.head_count_kv": 5}, "not a multiple"),
+        ({"attention.head_count": 0}, "num_heads is 0"),
         ({"feed_forward_length": 161}, "blk.0.ffn_gate.weight has shape"),
         ({"block_count": 4}, "blk.3.attn_norm.weight is missing"),
         ({"block_count": 2}, "does not use"),

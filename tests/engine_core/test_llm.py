@@ -243,6 +243,28 @@ def test_a_stream_that_is_closed_or_dropped_gives_its_kv_back(tiny: LLM) -> None
     assert_idle(tiny)
 
 
+def test_a_stream_that_is_collected_in_the_middle_of_a_step(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(ignore_eos=True)
+    expected = tiny.generate([9], SamplingParams(temperature=0.0, max_tokens=9))[0].token_ids
+    stream = tiny.stream([1, 2, 3], params, text=False)
+    next(stream)
+    (request_id,) = tiny._session._live
+    schedule = tiny._session.engine.scheduler.schedule  # type: ignore[attr-defined]
+    told: list[int] = []
+
+    def collected() -> Any:
+        plan = schedule()
+        if not told:
+            stream.close()  # type: ignore[attr-defined]  # what the garbage collector does, at any allocation
+            told.append(request_id in tiny._session._live)
+        return plan
+
+    monkeypatch.setattr(tiny._session.engine.scheduler, "schedule", collected)  # type: ignore[attr-defined]
+    assert tiny.generate([9], SamplingParams(temperature=0.0, max_tokens=9))[0].token_ids == expected
+    assert told == [True]  # the step that ran was left alone
+    assert_idle(tiny)
+
+
 def test_streams_may_be_interleaved_with_each_other_and_with_generate(tiny: LLM) -> None:
     params = [SamplingParams(seed=seed, max_tokens=15, ignore_eos=True) for seed in (1, 2, 3)]
     expected = [output.token_ids for output in tiny.generate([[1], [2], [3]], params)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_core.collect import Collector, stream_output
+from engine_core.collect import Collector, raise_refusal, stream_output
 from engine_core.engine import Engine
 from engine_core.outputs import EngineError
 from engine_core.prompts import EncodedPrompt
 from engine_core.session import Delta, Session
 from engine_core.text_side import TextSide
 from ipc.config import EngineConfig
+from ipc.messages import Ended, Error, Usage
 from ipc.sampling import SamplingParams
 from tests.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens, make_facts
 
@@ -166,3 +167,11 @@ def test_aborted_requests_are_silent_and_leave_nothing(text: TextSide) -> None:
         assert not session.has_work
         assert len(heard) == count
         assert_idle(session)
+
+
+def test_a_refusal_by_a_broken_engine_is_no_fault_of_the_caller() -> None:
+    usage = Usage(3, 0)
+    with pytest.raises(ValueError, match="too long"):
+        raise_refusal(Ended("rejected", usage, error=Error(400, "too long")))
+    with pytest.raises(EngineError, match="3 steps failed"):
+        raise_refusal(Ended("rejected", usage, error=Error(500, "3 steps failed", type="server_error")))

@@ -253,13 +253,20 @@ class FakeServer:
         self.port = int(self.sock.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
-        self.thread = threading.Thread(target=lambda: uvloop.run(self._run()), daemon=True)
+        self.failure: Exception | None = None  # what would have ended the process
+        self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
         self._started.wait(60)
         if ready:
             self.fake.ready()
             self.fake.send(stats())
             self.wait_until_ready()
+
+    def _serve(self) -> None:
+        try:
+            uvloop.run(self._run())
+        except Exception as error:
+            self.failure = error
 
     async def _run(self) -> None:
         outboxes = connect(self.config.endpoints, "tokenizer", "engine")

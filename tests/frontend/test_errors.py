@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from tests.frontend.fake import MODEL, FakeServer
+from frontend.http import BODIES_AT_ONCE
+from frontend.openai.job import MAX_VALUES
+from tests.frontend.fake import MAX_MODEL_LEN, MODEL, FakeServer
 
 ERROR = {
     "type": "object",
@@ -241,6 +245,45 @@ def test_large_bodies_are_cut_off(server: FakeServer, make_server: Any) -> None:
             refused(http.post(path, content=iter([body[:1500], body[1500:]])), 413)
     with httpx.Client(base_url=small.url, trust_env=False) as http:
         assert http.post("/v1/completions", json={"prompt": "x" * 100}).status_code == 200
+
+
+def test_more_values_than_can_be_parsed_in_passing_are_refused(http: httpx.Client) -> None:
+    for body in (b'{"prompt": [1%s]}' % (b",1" * (MAX_VALUES + 1)), b'{"x": [{}%s]}' % (b",{}" * (MAX_VALUES + 1))):
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            assert str(MAX_VALUES) in refused(http.post(path, content=body), 413)["message"]
+
+
+def test_large_bodies_together_are_bounded(make_server: Any) -> None:
+    """Those whose answers are being made count as long as they are."""
+    small = make_server(max_body_bytes=2000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000\r\n\r\n"
+    held = b'{"prompt": "/hold", "x": "' + b"x" * (2000 - 28) + b'"}'
+    clients = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(BODIES_AT_ONCE)]
+    try:
+        for client in clients:
+            client.sendall(head + held)
+        end = time.monotonic() + 60
+        while len(small.fake.submits) < len(clients):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        with httpx.Client(base_url=small.url, trust_env=False) as http:
+            for path in ("/v1/completions", "/tokenize"):
+                response = http.post(path, json={"prompt": "x"})
+                assert refused(response, 503)["code"] == "overloaded"
+                assert response.headers["retry-after"] == "1"
+            clients.pop().close()
+            while http.post("/v1/completions", json={"prompt": "x"}).status_code != 200:
+                assert time.monotonic() < end
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_detokenize_takes_no_more_ids_than_the_context_holds(http: httpx.Client) -> None:
+    assert http.post("/detokenize", json={"tokens": [65] * MAX_MODEL_LEN}).status_code == 200
+    error = refused(http.post("/detokenize", json={"tokens": [65] * (MAX_MODEL_LEN + 1)}), 400)
+    assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
+    assert str(MAX_MODEL_LEN) in error["message"]
 
 
 def test_huge_headers_are_refused(http: httpx.Client, server: FakeServer) -> None:

@@ -281,6 +281,38 @@ def test_a_body_that_never_comes_is_a_408(monkeypatch: pytest.MonkeyPatch, serve
     assert answer.startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("earlier", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["first", "second"])
+def test_headers_that_never_end_cost_the_connection(
+    monkeypatch: pytest.MonkeyPatch, server: FakeServer, earlier: bytes
+) -> None:
+    monkeypatch.setattr("frontend.http.HEADER_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(10)
+        sock.sendall(earlier)
+        if earlier:
+            assert b"200 OK" in sock.recv(4096)
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: loc")
+        while sock.recv(4096):
+            pass
+
+
+def test_a_message_that_cannot_be_handled_ends_the_process_and_its_requests(make_server: MakeServer) -> None:
+    server = make_server(grace_seconds=0.1)
+    answers: list[httpx.Response] = []
+    url = f"{server.url}/v1/chat/completions"
+    call = threading.Thread(
+        target=lambda: answers.append(httpx.post(url, json=body("/hold"), trust_env=False, timeout=60))
+    )
+    call.start()
+    until(lambda: server.fake.submits)
+    server.fake.send(Deltas(request_ids=b"odd", num_tokens=[1], texts=["a"]))
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+    assert isinstance(server.failure, ValueError)
+    call.join(60)
+    assert answers[0].status_code == 503
+
+
 @pytest.fixture
 def metrics(server: FakeServer) -> Iterator[str]:
     for stream in (True, False):

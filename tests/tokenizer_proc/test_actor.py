@@ -9,6 +9,7 @@ import pytest
 
 from ipc.actor import run
 from ipc.channel import frontend_key
+from ipc.codec import MAX_MESSAGE_BYTES, encode
 from ipc.memory import MemoryChannel
 from ipc.messages import (
     ChatPrompt,
@@ -29,8 +30,9 @@ from ipc.messages import (
     TokenPrompt,
 )
 from ipc.sampling import SamplingParams
-from tokenizer_proc.actor import TokenizerActor
-from tokenizer_proc.encode import encode_prompt, from_bytes, text_spec, to_bytes
+from tokenizer_proc.actor import MAX_CHARS, TokenizerActor
+from tokenizer_proc.chat_template import ChatTemplate
+from tokenizer_proc.encode import MAX_TOKENS, encode_prompt, from_bytes, text_spec, to_bytes
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.model import TextModel
 
@@ -97,6 +99,8 @@ def test_ids_outside_the_vocabulary_are_refused(smollm2: TextModel, token: int) 
         (TokenPrompt(b"abc"), "prompt"),
         (TextPrompt("x" * 700_000), "prompt"),
         (TextPrompt("a\ud800b"), "prompt"),
+        (ChatPrompt(messages=[{"role": "user", "content": "a\ud800b"}]), "messages"),
+        (ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]), "messages"),
         (ChatPrompt(messages=[]), "messages"),
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages"),
         (ChatPrompt(messages=[USER], template_kwargs={"messages": []}), "chat_template_kwargs"),
@@ -111,6 +115,39 @@ def test_bad_prompts_are_refused(smollm2: TextModel, prompt: Prompt, param: str)
 def test_ids_in_sampling_are_checked(smollm2: TextModel) -> None:
     error = rejected(smollm2, submit(HELLO, sampling=SamplingParams(stop_token_ids=(49152,))))
     assert (error.status, error.param) == (400, "stop_token_ids")
+
+
+def test_many_log_probabilities_of_a_long_prompt_are_refused(smollm2: TextModel) -> None:
+    prompt = TokenPrompt(to_bytes([5] * 30_000))
+    error = rejected(smollm2, submit(prompt, sampling=SamplingParams(prompt_logprobs=20)))
+    assert (error.status, error.param) == (400, "prompt_logprobs")
+    assert error.message == "prompt_logprobs must be less than 17 for a prompt of 30000 tokens, got 20"
+    ((_, generate),) = TokenizerActor(smollm2).handle([submit(prompt, sampling=SamplingParams(prompt_logprobs=16))])
+    assert isinstance(generate, Generate)
+
+
+def test_every_answer_fits_into_a_message(smollm2: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not would end the process."""
+    assert 4 * MAX_CHARS < MAX_MESSAGE_BYTES  # UTF-8
+    assert 4 * MAX_TOKENS < MAX_MESSAGE_BYTES
+    monkeypatch.setattr("tokenizer_proc.actor.MAX_CHARS", 50)
+    monkeypatch.setattr("tokenizer_proc.encode.MAX_TOKENS", 10)
+    actor = TokenizerActor(smollm2)
+    hello = smollm2.tokenizer.encode("hello").ids
+    assert answer_to(actor, Decode(call_id=1, frontend=1, ids=to_bytes(hello * 10))).text == "hello" * 10
+    decoded = answer_to(actor, Decode(call_id=1, frontend=1, ids=to_bytes(hello * 11)))
+    assert (decoded.error.status, decoded.error.param) == (400, "tokens")
+    assert len(answer_to(actor, Encode(call_id=1, frontend=1, prompt=TextPrompt(" hello" * 10))).tokens) == 10
+    encoded = answer_to(actor, Encode(call_id=1, frontend=1, prompt=TextPrompt(" hello" * 11)))
+    assert (encoded.error.status, encoded.error.code) == (400, "context_length_exceeded")
+
+
+def test_no_words_of_a_template_keep_an_error_from_being_sent(smollm2: TextModel) -> None:
+    quoting = ChatTemplate("{{ raise_exception(messages[0].tool_calls[0].function.arguments.q) }}", {})
+    call = {"function": {"name": "f", "arguments": '{"q": "\\ud800"}'}}
+    message = submit(ChatPrompt(messages=[{"role": "assistant", "content": "", "tool_calls": [call]}]))
+    error = rejected(dataclasses.replace(smollm2, template=quoting), message)
+    assert "\\ud800" in encode(error).decode("utf-8", "replace")
 
 
 def test_no_template_says_what_to_do(smollm2: TextModel) -> None:

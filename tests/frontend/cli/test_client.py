@@ -68,6 +68,12 @@ def test_a_stream_that_breaks_off_is_an_error(fake_server: FakeServer) -> None:
     assert got == ["Hel", "lo"]
 
 
+def test_what_is_no_text_cannot_be_sent(fake_server: FakeServer) -> None:
+    """As an argument with bytes of another encoding would bring it."""
+    with pytest.raises(ServerError, match="cannot send this"):
+        list(Client(fake_server.url).stream_chat([ChatMessage("user", "a\udcff")], AnswerOptions()))
+
+
 def test_nobody_there() -> None:
     with pytest.raises(ServerError, match=r"no answer from http://127\.0\.0\.1:9: .*refused"):
         list(Client("http://127.0.0.1:9").stream_chat(ASK, AnswerOptions()))

@@ -1,10 +1,12 @@
 """`python -m launch SETTINGS`: a launching process as the command line is one, telling on stdout what happens.
 
-SETTINGS is JSON: {"fake": {"journal", "behaviours", "grace_s"}} or {"real": a LaunchConfig}.
+SETTINGS is JSON: {"fake": {"journal", "behaviours", "grace_s"}} or {"real": a LaunchConfig, "grace_s"}. A process that
+needs longer than `grace_s` to stop is killed, which shows in stderr.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -29,7 +31,8 @@ def main() -> int:
     def build(run_dir: RunDirectory) -> list[ProcessSpec]:
         tell(event="run_dir", path=str(run_dir.path))
         if "fake" not in settings:
-            return process_specs(launch, run_dir)
+            real = process_specs(launch, run_dir)
+            return [dataclasses.replace(spec, stop_grace_s=settings["grace_s"]) for spec in real]
         specs: list[ProcessSpec] = importlib.import_module("fake_child").fake_specs(run_dir, **settings["fake"])
         return specs
 

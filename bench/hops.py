@@ -1,6 +1,6 @@
 """What a hop between processes costs: latency there and back, and messages per second one way.
 
-    python -m bench.ipc [--seconds 2]
+    python -m bench.hops [--seconds 2]
 
 An echo process and this one talk through `ipc.channel`, as the server's processes do. Rows: a `StepOutput` of 1 and of
 256 requests, a `Generate` with an 8,000-token prompt. "async" is the frontend's side: `ipc.aio` on uvloop.
@@ -96,7 +96,7 @@ def echo_process() -> Iterator[tuple[Receiver[Any], Sender]]:
     with tempfile.TemporaryDirectory(prefix="gb-", dir="/tmp") as folder:
         here, there = f"ipc://{folder}/here", f"ipc://{folder}/there"
         with Receiver[Any](here, BenchMessage) as inbox, Sender(there) as outbox:
-            with subprocess.Popen([sys.executable, "-m", "bench.ipc", "--echo", there, here], cwd=ROOT) as process:
+            with subprocess.Popen([sys.executable, "-m", "bench.hops", "--echo", there, here], cwd=ROOT) as process:
                 yield inbox, outbox
                 outbox.send(Shutdown())
             assert process.returncode == 0

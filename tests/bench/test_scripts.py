@@ -1,0 +1,40 @@
+"""The measuring scripts start as their first lines say."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
+def test_a_script_names_its_command_and_hides_no_package(script: Path) -> None:
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+    assert text is not None
+    assert f"python -m bench.{script.stem}" in text
+    assert not (ROOT / script.stem).exists()
+
+
+def test_all_scripts_can_be_imported() -> None:
+    names = ", ".join(f"bench.{script.stem}" for script in SCRIPTS)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {names}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_bench_runs_a_script_that_is_there() -> None:
+    done = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = done.stdout.split()
+    assert command[command.index("-m") + 1] in [f"bench.{script.stem}" for script in SCRIPTS]
+
+
+def test_the_results_name_every_script() -> None:
+    text = (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
+    assert [script.stem for script in SCRIPTS if f"python -m bench.{script.stem}" not in text] == []
