@@ -4,8 +4,8 @@
 
 Definitions, the same as for the peers: a decode step is (time of 257 outputs - time of 1 output) / 256 for
 prompts of 128 tokens, median of 3; prefill is the time of a prompt with one output, median of 5; the workload is 256
-prompts of 100-1024 random tokens with 100-1024 outputs each at T = 0.6. `idle` is 1 - (GPU time / wall) of steady decode,
-from the profiler's timestamps in a run of its own.
+prompts of 100-1024 random tokens with 100-1024 outputs each at T = 0.6. The idle share is 1 - (GPU time / wall) of
+steady decode, from the profiler's timestamps in a run of its own.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ class _Captured:
 
 
 class GraphCache:
-    """Graphs by key, in one memory pool: only one runs at a time."""
+    """Graphs by key, in one memory pool: only one runs at a time. Not `enabled`: the same steps, launch by launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._graphs: dict[Hashable, _Captured] = {}
         self._pool: Any = None  # torch's opaque handle
 
@@ -43,6 +44,8 @@ class GraphCache:
 
         `padding`: inputs of a step made of padding alone, to compile and capture with.
         """
+        if not self._enabled:
+            return step()
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))

@@ -85,8 +85,7 @@ class CudaRunner:
         self.host_ring = [torch.zeros(width, dtype=torch.int32).pin_memory() for _ in range(self.RING)]
         self.copies = torch.cuda.Stream()
         self.sampler = Sampler(model.config.vocab_size, seqs, device)
-        self.use_graphs = config.cuda_graphs
-        graphs = GraphCache()
+        graphs = GraphCache(enabled=config.cuda_graphs)
         self.decode_graphs = DecodeGraphs(graphs, self._decode_step, seqs, self.state.pad, device)
         tile = triton_attention.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.layout = MixedLayout(tile, self.state.pad, device)
@@ -98,7 +97,7 @@ class CudaRunner:
         self._turn = turn = (self._turn + 1) % self.RING
         sampling = [row for row in plan.rows if row.samples]
         result = StepTokens([])
-        if self.use_graphs and len(sampling) == plan.num_tokens:
+        if len(sampling) == plan.num_tokens:
             logits = self._launch_decode(plan.rows, turn)
         else:
             logits = self._launch_mixed(plan, sampling, turn, result)
@@ -170,7 +169,7 @@ class CudaRunner:
             turn,
         )
 
-    # --- a step with prompt tokens in it: no graph ----------------------------------------------------------------
+    # --- a step with prompt tokens in it ----------------------------------------------------------------
 
     def _launch_mixed(
         self, plan: StepPlan, sampling: Sequence[ScheduledRow], turn: int, result: StepTokens
@@ -180,7 +179,7 @@ class CudaRunner:
         rows = sorted(plan.rows, key=lambda row: row.count > 1)
         state.upload(rows, spec.block_size)
         random = any(not row.request.sampling.greedy for row in sampling)
-        size = self.mixed_graphs.size_for(rows, plan.num_tokens) if self.use_graphs else None
+        size = self.mixed_graphs.size_for(rows, plan.num_tokens)
         host = mixed_inputs(rows, sampling, spec, turn, tile_all=size is not None)
         if size is not None:
             padded = self.layout.padded(host.arrays, size, MAX_PROMPT_ROWS)

@@ -165,7 +165,8 @@ def _merge(
 
 def query_tile(heads: int, kv_heads: int, head_dim: int) -> int:
     """Query tokens per prefill program: with the heads of a group stacked, 128 rows (64 for head size 256)."""
-    return max(1, (128 if head_dim <= 128 else 64) // triton.next_power_of_2(heads // kv_heads))
+    group: int = triton.next_power_of_2(heads // kv_heads)
+    return max(1, (128 if head_dim <= 128 else 64) // group)
 
 
 def paged_prefill(

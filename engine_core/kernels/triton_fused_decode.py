@@ -170,5 +170,6 @@ def _attend_fused(
         if FINAL:
             tl.store(out + at_row * D + d, value.to(out.dtype.element_ty), mask=d < D)
         else:
-            tl.store(log_sums + at_row * splits + split, tl.where(total > 0, safe + tl.log2(total), float("-inf")))
+            log_sum = safe + tl.log2(tl.where(total > 0, total, 1.0))
+            tl.store(log_sums + at_row * splits + split, tl.where(total > 0, log_sum, float("-inf")))
             tl.store(partial + (at_row * splits + split) * D + d, value, mask=d < D)

@@ -91,11 +91,12 @@ def _attend(
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         peak = new_peak
     some = total > 0
-    value = acc / tl.where(some, total, 1.0)[:, None]
+    safe_total = tl.where(some, total, 1.0)
+    value = acc / safe_total[:, None]
     if FINAL:
         tl.store(out + rows[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=live)
     else:
-        tl.store(log_sums + rows * splits + split, tl.where(some, peak + tl.log2(total), float("-inf")), mask=g < G)
+        tl.store(log_sums + rows * splits + split, tl.where(some, peak + tl.log2(safe_total), float("-inf")), mask=g < G)
         tl.store(partial + (rows * splits + split)[:, None] * D + d[None, :], value, mask=live & some[:, None])
 
 
