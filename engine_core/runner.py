@@ -177,7 +177,7 @@ def _warm_up(runner: ModelRunner | CudaRunner, config: EngineConfig, num_blocks:
         tokens = runner.launch(StepPlan((ScheduledRow(request, 0, count, True),), num_tokens=count)).wait()
         request.output_ids += tokens.token_ids
         if count < room:
-            runner.launch(StepPlan((ScheduledRow(request, count, 1, True),), num_tokens=1)).wait()
+            runner.launch(StepPlan((ScheduledRow(request, count, 1, True),), num_tokens=1, num_decodes=1)).wait()
     runner.release(request)
 
 

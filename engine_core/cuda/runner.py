@@ -97,7 +97,7 @@ class CudaRunner:
         self._turn = turn = (self._turn + 1) % self.RING
         sampling = [row for row in plan.rows if row.samples]
         result = StepTokens([])
-        if len(sampling) == plan.num_tokens:
+        if plan.num_decodes == len(plan.rows):  # not for a chunk of one token: its id is not the last sampled one
             logits = self._launch_decode(plan.rows, turn)
         else:
             logits = self._launch_mixed(plan, sampling, turn, result)

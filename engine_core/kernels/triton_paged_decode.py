@@ -96,7 +96,9 @@ def _attend(
     if FINAL:
         tl.store(out + rows[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=live)
     else:
-        tl.store(log_sums + rows * splits + split, tl.where(some, peak + tl.log2(safe_total), float("-inf")), mask=g < G)
+        tl.store(
+            log_sums + rows * splits + split, tl.where(some, peak + tl.log2(safe_total), float("-inf")), mask=g < G
+        )
         tl.store(partial + (rows * splits + split)[:, None] * D + d[None, :], value, mask=live & some[:, None])
 
 
