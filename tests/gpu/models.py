@@ -129,7 +129,7 @@ class Forced:
         return self._logits[0]
 
     def decode(self, requests: Sequence[Request], position: int) -> torch.Tensor:
-        """One step that computes `position` of each, as if its token had been sampled: logits [requests, vocabulary]."""
+        """One step that computes `position` of each, as if its token had been sampled. Logits [requests, vocab]."""
         for request in requests:
             self.runner.state.last_tokens[request.slot] = request.prompt_ids[position]
         rows = tuple(ScheduledRow(request, position, 1, True) for request in requests)
