@@ -81,8 +81,8 @@ def collect(engine: Engine, answers: dict[int, Answer]) -> None:
     owners = list(unpack_request_ids(output.request_ids))
     for request_id, token in zip(owners, unpack_ids(output.token_ids), strict=True):
         answers[request_id].tokens.append(token)
-    for index, value in output.logprobs.items():
-        answers[owners[index]].logprobs.append(value)
+    for entry in output.logprobs:
+        answers[owners[entry.row]].logprobs.append(entry.value)
     for finished in output.finished:
         assert finished.error is None, finished
         answers[finished.request_id].finished = finished
