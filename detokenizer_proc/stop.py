@@ -14,7 +14,10 @@ from functools import lru_cache
 
 @dataclass(slots=True)
 class _Pattern:
-    """Knuth-Morris-Pratt over one stop string, with a failure table that grows only as far as text has matched."""
+    """Knuth-Morris-Pratt over one stop string, with a failure table that grows only as far as text has matched.
+
+    A border of a text is what it both begins and ends with: after a mismatch the search goes on from there.
+    """
 
     text: str
     failure: list[int]  # failure[k]: length of the longest proper border of text[:k + 1]

@@ -1,4 +1,7 @@
-"""What bounds a step and a request, and the refusal of what can never run. The one home of these checks."""
+"""What bounds a step and a request, and the refusal of what can never run.
+
+The one home of these checks in the engine: it holds for server and library, whatever was checked on the way here.
+"""
 
 from __future__ import annotations
 

@@ -262,7 +262,8 @@ def test_large_scores_do_not_overflow() -> None:
     sequences = Sequences(spec(4, 2, 32, 16), [130])
     sequences.qkv[0] *= 40
     out = sequences.attend([(0, 0, 130)])[0]
-    assert error(out, sequences.expected(0)) < 1e-4
+    # Scores reach some 10,000, where float32 is off by about 1e-3, and so are the weights that come of them.
+    assert error(out, sequences.expected(0)) < 2e-3
 
 
 def test_attention_refuses_shapes_it_cannot_compute() -> None:
@@ -317,13 +318,16 @@ def test_every_task_is_done_once_when_a_team_returns(callers: int) -> None:
 
 
 def test_a_closed_team_has_no_threads_left() -> None:
-    before, alive = torch.get_num_threads(), threading.active_count()
+    def workers() -> int:
+        return sum(thread.name == "kernel" for thread in threading.enumerate())
+
+    before, alive = torch.get_num_threads(), workers()
     torch.set_num_threads(3)
     team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
     team.run(kernel, (0, 0))
-    assert threading.active_count() == alive + 2
+    assert workers() == alive + 2
     team.close()
-    assert threading.active_count() == alive
+    assert workers() == alive
     torch.set_num_threads(before)
 
 
