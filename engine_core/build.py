@@ -14,4 +14,6 @@ def build_engine(config: EngineConfig, progress: ProgressCallback | None = None)
     Raises `ipc.errors.UserError` for what the user can put right.
     """
     runner, facts = build_runner(config, progress)
-    return Engine(runner, facts, config)
+    # On a GPU the next step is planned and launched while this one runs. The CPU is its own device: nothing to overlap.
+    depth = 2 if facts.device == "cuda" and config.overlap else 1
+    return Engine(runner, facts, config, depth=depth)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,14 +23,15 @@ from engine_core.loader.select import open_checkpoint
 from engine_core.models.config import ModelConfig
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.models.registry import model_class
-from engine_core.plan import ModelFacts, ProgressCallback, ScheduledRow, StepPlan, StepTokens
+from engine_core.plan import ModelFacts, ProgressCallback, Runner, ScheduledRow, StepPlan, StepTokens
+from engine_core.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine_core.request import Request
 from engine_core.sampler import Sampler
 from ipc.config import EngineConfig
-from ipc.messages import TokenLogprobs
 from ipc.sampling import SamplingParams
 
-PROMPT_LOGPROBS_ROWS = 256  # positions whose logits are held at a time
+if TYPE_CHECKING:
+    from engine_core.cuda.runner import CudaRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class ModelRunner:
 
     def __init__(self, model: LlamaForCausalLM, attention: Attention, spec: AttentionSpec, max_num_seqs: int) -> None:
         self.model, self.attention, self.spec = model, attention, spec
+        self.attention_name = attention.name
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
@@ -66,26 +69,16 @@ class ModelRunner:
             tokens = self.sampler.sample(self.model.logits(hidden[batch.logits_rows]), requests, positions)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
         for row, start in zip(plan.rows, batch.query_starts.tolist(), strict=False):
-            if row.request.sampling.prompt_logprobs is not None and row.start < row.request.num_prompt_tokens - 1:
-                tokens.prompt_logprobs[row.request.request_id] = self._prompt_logprobs(row, hidden[start:])
+            if wants_prompt_logprobs(row):
+                values = prompt_logprobs(row, hidden[start:], self.model.logits, self.sampler)
+                tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
 
     def release(self, request: Request) -> None:
         self.sampler.release(request)
 
-    def _prompt_logprobs(self, row: ScheduledRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        """Values of the row's positions that are followed by a prompt token. `hidden` begins at its first token."""
-        values: list[TokenLogprobs] = []
-        stop = min(row.stop, row.request.num_prompt_tokens - 1)
-        top = row.request.sampling.prompt_logprobs or 0
-        for start in range(row.start, stop, PROMPT_LOGPROBS_ROWS):
-            end = min(start + PROMPT_LOGPROBS_ROWS, stop)
-            logits = self.model.logits(hidden[start - row.start : end - row.start])
-            values += self.sampler.prompt_logprobs(logits, row.request.prompt_ids[start + 1 : end + 1], top)
-        return values
 
-
-def build_runner(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[ModelRunner, ModelFacts]:
+def build_runner(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[Runner, ModelFacts]:
     """Load the model of `config`, size the KV pool, and run once so that the first request finds everything warm.
 
     Raises:
@@ -99,18 +92,16 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
         torch.set_num_threads(choose_threads(config))
     with _timed(seconds, "load"):
         report("loading weights", 0.0)
-        checkpoint = open_checkpoint(config.model, config.load_format, config.seed)
+        checkpoint = open_checkpoint(config.model, config.load_format, config.seed, device)
         max_model_len = choose_max_model_len(config, checkpoint.config)
         mode = choose_mode(config.weights, checkpoint.quantized, device)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
     with _timed(seconds, "kv pool"):
         report("allocating the KV pool", None)
         spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
-        attention = make_attention(config.attention, spec)
         num_blocks, max_model_len = choose_num_blocks(config, spec, max_model_len)
         with _out_of_memory(f"{num_blocks * config.block_size} KV tokens", "lower --kv-tokens"):
-            attention.allocate(num_blocks)
-    runner = ModelRunner(model, attention, spec, config.max_num_seqs)
+            runner = _make_runner(config, model, spec, num_blocks, max_model_len)
     with _timed(seconds, "warm-up"):
         report("warming up", None)
         _warm_up(runner, config, num_blocks)
@@ -124,11 +115,23 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         weights=mode,
-        attention=attention.name,
+        attention=runner.attention_name,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         seconds=seconds,
     )
     return runner, facts
+
+
+def _make_runner(
+    config: EngineConfig, model: LlamaForCausalLM, spec: AttentionSpec, num_blocks: int, max_model_len: int
+) -> ModelRunner | CudaRunner:
+    if spec.device.type == "cuda" and config.attention != "torch":
+        from engine_core.cuda.runner import CudaRunner  # needs triton
+
+        return CudaRunner(model, spec, config, num_blocks, max_model_len)
+    attention = make_attention(config.attention, spec)
+    attention.allocate(num_blocks)
+    return ModelRunner(model, attention, spec, config.max_num_seqs)
 
 
 def _load_model(
@@ -165,7 +168,7 @@ def _attention_spec(model: ModelConfig, block_size: int, dtype: torch.dtype, dev
     )
 
 
-def _warm_up(runner: ModelRunner, config: EngineConfig, num_blocks: int) -> None:
+def _warm_up(runner: ModelRunner | CudaRunner, config: EngineConfig, num_blocks: int) -> None:
     """A short prompt and a decode step: compiles kernels and touches the weights before the first request does."""
     room = (num_blocks - 1) * config.block_size
     count = max(1, min(config.max_num_batched_tokens, 32, room - 1))
@@ -174,7 +177,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, num_blocks: int) -> None
         tokens = runner.launch(StepPlan((ScheduledRow(request, 0, count, True),), num_tokens=count)).wait()
         request.output_ids += tokens.token_ids
         if count < room:
-            runner.launch(StepPlan((ScheduledRow(request, count, 1, True),), num_tokens=1)).wait()
+            runner.launch(StepPlan((ScheduledRow(request, count, 1, True),), num_tokens=1, num_decodes=1)).wait()
     runner.release(request)
 
 

@@ -48,6 +48,8 @@ class EngineOptions(Config, frozen=True):
     load_format: Annotated[Literal["auto", "dummy"], option("Model", "weights (dummy: random ones, to measure)")] = (
         "auto"
     )
+    overlap: Annotated[bool, option("Memory & scheduling", "launch the next step while the GPU runs this one")] = True
+    cuda_graphs: Annotated[bool, option("Memory & scheduling", "replay GPU steps as CUDA graphs")] = True
     max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer [the model's]")] = None
     max_num_seqs: Annotated[Positive, option("Memory & scheduling", "most requests in one step")] = 256
     max_num_batched_tokens: Annotated[Positive, option("Memory & scheduling", "most tokens in one step")] = 2048

@@ -13,14 +13,15 @@ class DummyCheckpoint:
 
     quantized = False
 
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:
         self.config = config
-        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device or torch.device("cpu")
+        self._generator = torch.Generator(self._device).manual_seed(seed)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(0.0, 0.02, generator=self._generator)
+            return torch.ones(shape, device=self._device)
+        return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=self._generator)
 
     def optional(self, name: str, shape: tuple[int, ...]) -> Weight | None:
         return None

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import pytest
 import torch
-from gguf import quants
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine_core.gguf_files import deinterleave, translate
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_path: Path) -> LlamaForCausalLM:
     """transformers' Llama with SmolLM2's weights, read and dequantized by the `gguf` package alone."""
+    # Imported here: the kernels' tests need none of it.
+    import gguf
+    from gguf import quants
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.engine_core.gguf_files import deinterleave, translate
+
     reader = gguf.GGUFReader(smollm2_path)
 
     def value(key: str) -> float:

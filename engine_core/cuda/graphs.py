@@ -1,0 +1,166 @@
+"""Steps as CUDA graphs, captured when first needed. A graph reads its inputs from one fixed buffer that one copy fills.
+
+A decode step takes the next larger size of a ladder; the rows left over belong to the padding slot and write to block
+0, which holds nothing. A graph is right for any context length, since the kernels read lengths on the device: its
+length class only sets over how many programs a sequence's KV is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_core.cuda.mixed import MixedInputs, MixedLayout
+from engine_core.plan import ScheduledRow
+
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+LENGTH_CLASSES = (256, 512, 1024, 4096, 16384, 1 << 30)
+
+Step = Callable[[], torch.Tensor]  # reads the inputs it was made for; returns logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class GraphCache:
+    """Graphs by key, in one memory pool: only one runs at a time. Not `enabled`: the same steps, launch by launch."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._graphs: dict[Hashable, _Captured] = {}
+        self._pool: Any = None  # torch's opaque handle
+
+    def replay(
+        self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]
+    ) -> torch.Tensor:
+        """Run `step` on what is in `inputs` now. Returns its logits, which last until the next replay.
+
+        `padding`: inputs of a step made of padding alone, to compile and capture with.
+        """
+        if not self._enabled:
+            return step()
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
+        captured.graph.replay()
+        return captured.logits
+
+    def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> _Captured:
+        given = inputs.clone()
+        inputs.copy_(padding)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # compiles kernels and makes library handles, which a capture cannot
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = step()
+        self._pool = self._pool or graph.pool()
+        inputs.copy_(given)
+        return _Captured(graph, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """int32 views of one buffer: per row, and one cell with the turn of the result ring."""
+
+    buffer: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    new_blocks: torch.Tensor
+    turn: torch.Tensor
+
+    @staticmethod
+    def allocate(rows: int, device: torch.device) -> DecodeInputs:
+        buffer = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+        return DecodeInputs(buffer, buffer[:rows], buffer[rows : 2 * rows], buffer[2 * rows : -1], buffer[-1:])
+
+
+# (inputs, longest context, whether any row draws at random) -> logits [rows, vocabulary]; the tokens are drawn as well
+DecodeStep = Callable[[DecodeInputs, int, bool], torch.Tensor]
+
+
+class DecodeGraphs:
+    def __init__(self, cache: GraphCache, step: DecodeStep, max_rows: int, pad_slot: int, device: torch.device) -> None:
+        self._cache, self._step, self._pad_slot, self._device = cache, step, pad_slot, device
+        self.sizes = [size for size in LADDER if size < max_rows] + [max_rows]
+        self._inputs = {size: DecodeInputs.allocate(size, device) for size in self.sizes}
+
+    def host_inputs(
+        self, slots: Sequence[int], lengths: Sequence[int], new_blocks: Sequence[int], turn: int
+    ) -> np.ndarray:
+        """int32 in the layout of `DecodeInputs`, padded to the next size of the ladder."""
+        rows = len(slots)
+        size = next(size for size in self.sizes if size >= rows)
+        values = np.empty(3 * size + 1, np.int32)
+        values[:rows], values[rows:size] = slots, self._pad_slot
+        values[size : size + rows], values[size + rows : 2 * size] = lengths, 1
+        values[2 * size : 2 * size + rows], values[2 * size + rows : -1] = new_blocks, -1
+        values[-1] = turn
+        return values
+
+    def inputs(self, rows: int) -> DecodeInputs:
+        return self._inputs[next(size for size in self.sizes if size >= rows)]
+
+    def replay(self, rows: int, longest: int, random: bool) -> torch.Tensor:
+        """Run the step whose inputs are in `inputs(rows)`."""
+        inputs = self.inputs(rows)
+        longest = next(length for length in LENGTH_CLASSES if length >= longest)
+        size = len(inputs.slots)
+
+        def padding() -> np.ndarray:
+            return self.host_inputs([self._pad_slot] * size, [1] * size, [-1] * size, 0)
+
+        key = ("decode", size, longest, random)
+        return self._cache.replay(key, lambda: self._step(inputs, longest, random), inputs.buffer, padding)
+
+
+TOKEN_LADDER = (16, 32, 64, 128, 256, 512, 1024)
+MAX_PROMPT_ROWS = 32
+# A decode row among prompts is not split over programs: with a longer context than this it would be the slowest part.
+MAX_UNSPLIT_CONTEXT = 4096
+
+
+class MixedGraphs:
+    """Small steps with prompt tokens in them: launching kernels one by one takes longer than running them."""
+
+    def __init__(
+        self, cache: GraphCache, step: Callable[[MixedInputs, bool], torch.Tensor], layout: MixedLayout
+    ) -> None:
+        self._cache, self._step, self._layout = cache, step, layout
+        self._inputs: dict[int, tuple[torch.Tensor, MixedInputs]] = {}
+
+    def size_for(self, rows: Sequence[ScheduledRow], tokens: int) -> int | None:
+        """The ladder's size that holds this step, or None if it must run without a graph."""
+        if len(rows) >= MAX_PROMPT_ROWS or tokens > TOKEN_LADDER[-1]:
+            return None
+        for row in rows:
+            if (row.count == 1 and row.stop > MAX_UNSPLIT_CONTEXT) or row.request.sampling.prompt_logprobs is not None:
+                return None
+        return next(size for size in TOKEN_LADDER if size >= tokens)
+
+    def inputs(self, size: int) -> tuple[torch.Tensor, MixedInputs]:
+        """The fixed buffer of this size, and its parts."""
+        if size not in self._inputs:
+            lengths = self._layout.lengths(size, MAX_PROMPT_ROWS)
+            buffer = torch.zeros(sum(lengths), dtype=torch.int32, device=self._layout.device)
+            self._inputs[size] = buffer, MixedInputs(*buffer.split(lengths))
+        return self._inputs[size]
+
+    def replay(self, size: int, random: bool) -> torch.Tensor:
+        """Run the step whose inputs are in `inputs(size)`. Returns logits [MAX_PROMPT_ROWS, vocabulary]."""
+        buffer, inputs = self.inputs(size)
+
+        def padding() -> np.ndarray:
+            return self._layout.padding(size, MAX_PROMPT_ROWS)
+
+        return self._cache.replay(("mixed", size, random), lambda: self._step(inputs, random), buffer, padding)

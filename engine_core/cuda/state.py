@@ -1,0 +1,103 @@
+"""What the GPU keeps between steps, one row per slot, and the pinned memory that steps are told through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine_core.plan import ScheduledRow
+from engine_core.request import Request
+
+STAGES = 4  # steps whose inputs may be on their way at once; more than the engine ever has in flight
+
+
+class SlotState:
+    """Block tables, last sampled ids and sampling settings, on the device. The last row belongs to nobody: padding."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        rows = max_num_seqs + 1
+        self.pad = max_num_seqs
+        self.device = device
+        self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._owners: list[Request | None] = [None] * rows
+        self._known = [0] * rows  # blocks of each slot's table that the device has
+
+    def new_block(self, row: ScheduledRow, block_size: int) -> int:
+        """The block that a decode row adds to its table in this step, or -1. Anything else is uploaded at once."""
+        request, slot = row.request, row.request.slot
+        needed = -(-row.stop // block_size)
+        if self._owners[slot] is request:
+            known = self._known[slot]
+            if known >= needed:
+                return -1
+            if known == needed - 1:
+                self._known[slot] = needed
+                return request.block_ids[known]
+        self.upload([row], block_size)
+        return -1
+
+    def upload(self, rows: Sequence[ScheduledRow], block_size: int) -> None:
+        """The blocks the device does not know yet, and the sampling settings of newcomers: one copy for all rows."""
+        entries: list[int] = []  # slot, column, block
+        newcomers: list[Request] = []
+        for row in rows:
+            request, slot = row.request, row.request.slot
+            needed = -(-row.stop // block_size)
+            if self._owners[slot] is not request:
+                self._owners[slot] = request
+                self._known[slot] = 0
+                newcomers.append(request)
+            for column in range(self._known[slot], needed):
+                entries += (slot, column, request.block_ids[column])
+            self._known[slot] = max(self._known[slot], needed)
+        if entries:
+            slots, columns, blocks = self._send(entries, torch.int32).view(-1, 3).unbind(1)
+            self.tables[slots, columns] = blocks
+        if newcomers:
+            temperatures = [0.0 if r.sampling.greedy else r.sampling.temperature for r in newcomers]
+            at = self._send([r.slot for r in newcomers], torch.int64)
+            self.temperatures[at] = self._send(temperatures, torch.float32)
+            self.seeds[at] = self._send([r.seed for r in newcomers], torch.int64)
+
+    def _send(self, values: list[int] | list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).pin_memory().to(self.device, non_blocking=True)
+
+    def forget(self, request: Request) -> None:
+        if request.slot >= 0 and self._owners[request.slot] is request:
+            self._owners[request.slot] = None
+
+
+class Staging:
+    """A ring of pinned buffers for int32 step inputs. A buffer is filled again only when its copy is long done."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._host = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(STAGES)]
+        self._views = [buffer.numpy() for buffer in self._host]
+        self._copied = [torch.cuda.Event() for _ in range(STAGES)]
+        self._turn = 0
+        self.size = size
+        self.device = device
+
+    def send(self, arrays: Sequence[np.ndarray], out: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The int32 `arrays` one after the other on the device, in one copy; views of `out` if given."""
+        turn = self._turn = (self._turn + 1) % STAGES
+        self._copied[turn].synchronize()
+        view, start = self._views[turn], 0
+        for array in arrays:
+            view[start : start + len(array)] = array
+            start += len(array)
+        if out is None:
+            out = torch.empty(start, dtype=torch.int32, device=self.device)
+        out[:start].copy_(self._host[turn][:start], non_blocking=True)
+        self._copied[turn].record()
+        parts = []
+        at = 0
+        for array in arrays:
+            parts.append(out[at : at + len(array)])
+            at += len(array)
+        return parts

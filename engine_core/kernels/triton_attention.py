@@ -1,0 +1,216 @@
+"""Attention on paged KV with our own kernels: which one runs, in which shape, and over how many programs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from engine_core.attention.base import AttentionSpec
+from engine_core.kernels import triton_pointwise
+from engine_core.kernels.triton_device import chained
+from engine_core.kernels.triton_fused_decode import _attend_fused
+from engine_core.kernels.triton_paged_decode import _attend, _combine
+from engine_core.kernels.triton_paged_prefill import _prefill
+
+LOG2E = math.log2(math.e)
+FUSED_MAX_ROWS = 8  # up to here latency counts more than bytes, and the fused kernel wins
+NO_WINDOW = 1 << 30
+
+
+def _splits(tiles: int, programs: int, wanted: int) -> int:
+    return 1 << (max(1, min(tiles, wanted // programs, 128)).bit_length() - 1)
+
+
+def num_splits(rows: int, longest: int, kv_heads: int) -> int:
+    """Over how many programs the KV of a sequence is spread, a power of two: enough to fill the card, none empty."""
+    if rows <= FUSED_MAX_ROWS:
+        return _splits(-(-longest // 16), rows * kv_heads, 1024)
+    return _splits(-(-longest // 64), rows * kv_heads, 528)
+
+
+def decode(
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    spec: AttentionSpec,
+    splits: int,
+) -> torch.Tensor:
+    """One new token per row: QK-norm, RoPE, the KV write and attention. Returns [rows, heads * head_dim].
+
+    `positions` and `slot_mapping` are read by the kernels for many rows only.
+    """
+    rows = qkv.shape[0]
+    out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if rows > FUSED_MAX_ROWS:
+        triton_pointwise.rope_write_kv(
+            qkv, cache, cos_sin, positions, slot_mapping, spec.num_heads, q_norm, k_norm, eps
+        )
+        paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits)
+        return out
+    dim = triton.next_power_of_2(spec.head_dim)
+    partial, log_sums = _workspace(rows, splits, spec)
+    pdl = chained(out.device)
+    norm = q_norm is not None
+    _attend_fused[(spec.num_kv_heads * splits, rows)](
+        qkv,
+        cache[0],
+        cache[1],
+        q_norm if norm else qkv,
+        k_norm if norm else qkv,
+        cos_sin,
+        tables,
+        slots,
+        lengths,
+        partial,
+        log_sums,
+        out,
+        spec.scale * LOG2E,
+        eps,
+        tables.stride(0),
+        splits,
+        NO_WINDOW,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.block_size,
+        spec.head_dim,
+        dim,
+        max(1, 256 // dim),
+        8,
+        norm,
+        splits == 1,
+        pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    _merge(partial, log_sums, out, rows, splits, spec)
+    return out
+
+
+def paged_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    spec: AttentionSpec,
+    splits: int,
+) -> None:
+    """q [rows, at least heads * head_dim] (a view of qkv will do), rotated, its K and V already in the cache."""
+    rows = q.shape[0]
+    dim = triton.next_power_of_2(spec.head_dim)
+    partial, log_sums = _workspace(rows, splits, spec)
+    pdl = chained(out.device)
+    group = max(16, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
+    _attend[(spec.num_kv_heads, splits, rows)](
+        q,
+        cache[0],
+        cache[1],
+        tables,
+        slots,
+        lengths,
+        partial,
+        log_sums,
+        out,
+        spec.scale * LOG2E,
+        q.stride(0),
+        tables.stride(0),
+        splits,
+        0,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.block_size,
+        64,
+        spec.head_dim,
+        dim,
+        group,
+        splits == 1,
+        False,
+        3 if dim <= 128 else 2,
+        pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    _merge(partial, log_sums, out, rows, splits, spec)
+
+
+def _workspace(rows: int, splits: int, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = rows * spec.num_heads * splits if splits > 1 else 1
+    device = spec.device
+    return torch.empty(parts * spec.head_dim, dtype=torch.float32, device=device), torch.empty(
+        parts, dtype=torch.float32, device=device
+    )
+
+
+def _merge(
+    partial: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor, rows: int, splits: int, spec: AttentionSpec
+) -> None:
+    if splits > 1:
+        pdl = chained(out.device)
+        dim = triton.next_power_of_2(spec.head_dim)
+        _combine[(rows * spec.num_heads,)](
+            partial, log_sums, out, splits, splits, spec.head_dim, dim, pdl, num_warps=1, launch_pdl=pdl
+        )
+
+
+def query_tile(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Query tokens per prefill program: with the heads of a group stacked, 128 rows (64 for head size 256)."""
+    group: int = triton.next_power_of_2(heads // kv_heads)
+    return max(1, (128 if head_dim <= 128 else 64) // group)
+
+
+def paged_prefill(
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tile_rows: torch.Tensor,
+    tile_starts: torch.Tensor,
+    out: torch.Tensor,
+    spec: AttentionSpec,
+) -> None:
+    """Rows with several query tokens each, causal over their whole context; K and V already in the cache.
+
+    Writes `out` [tokens, heads * head_dim] for the tokens of the rows that have tiles.
+    """
+    heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    dim = triton.next_power_of_2(head_dim)
+    _prefill[(kv_heads, tile_rows.shape[0])](
+        qkv,
+        cache[0],
+        cache[1],
+        tables,
+        slots,
+        query_starts,
+        lengths,
+        tile_rows,
+        tile_starts,
+        out,
+        spec.scale * LOG2E,
+        qkv.stride(0),
+        tables.stride(0),
+        0,
+        heads,
+        kv_heads,
+        spec.block_size,
+        query_tile(heads, kv_heads, head_dim),
+        64,
+        head_dim,
+        dim,
+        triton.next_power_of_2(heads // kv_heads),
+        False,
+        3 if dim <= 128 else 2,
+        num_warps=4,
+    )

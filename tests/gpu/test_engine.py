@@ -1,0 +1,155 @@
+"""The engine on the GPU: what must give identical tokens does, and nothing is left behind.
+
+Identical in any precision: graphs on and off (the same launches), overlap on and off as long as steps hold the same
+rows. In float32 also: alone and in any batch, from the prefix cache, after preemption, and on the CPU; bfloat16 rounds
+differently from one batch size to the next, so there near-ties may fall either way.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ipc.codec import pack_ids
+from ipc.messages import Generate
+from ipc.sampling import SamplingParams
+from tests.gpu.models import BLOCK_SIZE, VOCABULARY, Answer, collect, engine, generate, save_model, tokens
+
+TOKENS = 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+LENGTHS = (1, 2, 15, 16, 17, 1, 64, 150, 300, 33, 90, 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_model(folder, "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(8)
+    return [[rng.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of the CPU engine in float32."""
+    return tokens(generate(engine(model, device="cpu"), [(ids, GREEDY) for ids in prompts]))
+
+
+def test_one_after_the_other_as_on_the_cpu(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """A prompt of one token follows on longer ones in the same slot: its step must not take their last token."""
+    on_gpu = engine(model)
+    for index, ids in enumerate(prompts):
+        assert generate(on_gpu, [(ids, GREEDY)], first_id=index)[0].tokens == expected[index]
+
+
+@pytest.mark.parametrize("budget", [2048, 64])
+def test_one_batch_as_on_the_cpu(budget: int, model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    on_gpu = engine(model, max_num_batched_tokens=budget)
+    assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("flag", ["overlap", "cuda_graphs"])
+def test_overlap_and_graphs_change_no_token(flag: str, dtype: str, model: Path, prompts: list[list[int]]) -> None:
+    jobs = [(ids, GREEDY) for ids in prompts]
+    with_it, without = (engine(model, dtype=dtype, **{flag: value}) for value in (True, False))
+    assert tokens(generate(with_it, jobs)) == tokens(generate(without, jobs))
+
+
+def drawn(seed: int, **more: float) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(model: Path, prompts: list[list[int]]) -> None:
+    on_gpu = engine(model)
+    alone = generate(on_gpu, [(prompts[7], drawn(42))])[0].tokens
+    jobs = [(ids, drawn(index) if index % 2 else GREEDY) for index, ids in enumerate(prompts)]
+    jobs[4] = (prompts[7], drawn(42))
+    batch = generate(on_gpu, jobs, first_id=1)
+    assert batch[4].tokens == alone
+    assert generate(on_gpu, [(prompts[7], drawn(43))], first_id=100)[0].tokens != alone
+    assert generate(engine(model), [(prompts[7], drawn(42))])[0].tokens == alone
+
+
+def test_rows_of_the_hosts_sampler_among_others_under_overlap(model: Path, prompts: list[list[int]]) -> None:
+    kinds = [
+        GREEDY,
+        drawn(1),
+        drawn(2, top_k=5),
+        drawn(3, top_p=0.5),
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, presence_penalty=1.5, logprobs=3),
+        drawn(4, frequency_penalty=0.7),
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, logit_bias={7: 100.0}, ignore_eos=True),
+    ]
+    jobs = [(ids, kinds[index % len(kinds)]) for index, ids in enumerate(prompts)]
+    overlapped, plain = (generate(engine(model, overlap=value), jobs) for value in (True, False))
+    assert tokens(overlapped) == tokens(plain)
+    on_cpu = generate(engine(model, device="cpu"), jobs)
+    for (_, sampling), one, other, cpu in zip(jobs, overlapped, plain, on_cpu, strict=True):
+        assert len(one.logprobs) == (TOKENS if sampling.logprobs is not None else 0)
+        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        if sampling != kinds[1] and sampling.seed != 1:  # the device draws with noise of its own
+            assert one.tokens == cpu.tokens
+
+
+def test_prefix_cache(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    on_gpu = engine(model)
+    jobs = [(ids, GREEDY) for ids in prompts]
+    generate(on_gpu, jobs)
+    again = generate(on_gpu, jobs)
+    assert tokens(again) == expected
+    cached = [answer.finished.num_cached_tokens for answer in again if answer.finished is not None]
+    assert cached == [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preemption(overlap: bool, model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    on_gpu = engine(model, kv_tokens=512, enable_prefix_caching=False, overlap=overlap)
+    assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
+    assert on_gpu.stats().preemptions > 0
+
+
+def test_aborts_under_load_leave_nothing(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    rng = random.Random(9)
+    on_gpu = engine(model, kv_tokens=4096, max_num_batched_tokens=256, enable_prefix_caching=False)
+    free = on_gpu.stats().kv_blocks_free
+    answers: dict[int, Answer] = {}
+    for step in range(300):
+        if step < 250:
+            request_id = 1000 + step
+            answers[request_id] = Answer()
+            ids = rng.choice(prompts)
+            sampling = drawn(step) if step % 3 else GREEDY
+            on_gpu.add(
+                Generate(request_id=request_id, frontend=0, prompt_ids=pack_ids(ids), sampling=sampling, arrival=0)
+            )
+        if answers and rng.random() < 0.7:
+            on_gpu.abort([rng.choice(list(answers))])
+        collect(on_gpu, answers)
+    while on_gpu.has_work:
+        collect(on_gpu, answers)
+    assert all(answer.finished is not None for answer in answers.values())
+    assert {answer.finished.reason for answer in answers.values() if answer.finished} == {"abort", "length"}
+    stats = on_gpu.stats()
+    assert (stats.running, stats.waiting, stats.kv_blocks_free) == (0, 0, free)
+    assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
+
+
+def test_smollm2_as_on_the_cpu() -> None:
+    path = os.environ.get("_GAPLESS_TEST_GGUF")
+    if not path:
+        pytest.skip("_GAPLESS_TEST_GGUF does not name SmolLM2's GGUF file")
+    rng = random.Random(10)
+    jobs = [([rng.randrange(100, 40000) for _ in range(length)], GREEDY) for length in (1, 7, 16, 40, 100, 300)]
+    on_gpu, on_cpu = (engine(Path(path), device=device, max_model_len=2048) for device in ("cuda", "cpu"))
+    assert tokens(generate(on_gpu, jobs)) == tokens(generate(on_cpu, jobs))
