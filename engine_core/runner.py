@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine_core.attention.base import Attention, AttentionSpec
-from engine_core.attention.select import make_attention
+from engine_core.attention.select import check_attention, make_attention
 from engine_core.batch import make_batch
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
@@ -88,6 +88,7 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
     seconds: dict[str, float] = {}
     device = choose_device(config)
     dtype = choose_dtype(config, device)
+    check_attention(config.attention, device)
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config))
     with _timed(seconds, "load"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from engine_core.attention.base import Attention, AttentionSpec
 from engine_core.errors import UserError
 
@@ -28,13 +30,22 @@ def _cpu(spec: AttentionSpec) -> Attention:
 IMPLEMENTATIONS: dict[str, Callable[[AttentionSpec], Attention]] = {"torch": _torch, "cpu": _cpu}
 
 
+BY_DEVICE = {"cpu": ("auto", "cpu", "torch"), "cuda": ("auto", "torch", "triton")}
+
+
+def check_attention(name: str, device: torch.device) -> None:
+    """Refuse an implementation that the device has not, before anything is loaded."""
+    if name not in BY_DEVICE[device.type]:
+        raise UserError(
+            f"--attention {name} is not there for --device {device.type}; "
+            f"choose one of: {', '.join(BY_DEVICE[device.type])}"
+        )
+
+
 def make_attention(name: str, spec: AttentionSpec) -> Attention:
     """The implementation `name`, or the best one for the device if it is "auto". The KV pool is not allocated yet."""
     if name == "auto":
         name = _best(spec)
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(sorted(IMPLEMENTATIONS))
-        raise UserError(f"--attention {name} is not available here; choose one of: auto, {known}")
     return IMPLEMENTATIONS[name](spec)
 
 

@@ -142,6 +142,17 @@ def test_settings_that_cannot_work_name_the_flag(settings: dict[str, Any], messa
         build_runner(EngineConfig(model=str(tmp_path), threads=1, **settings))
 
 
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_attention_that_is_not_there_is_refused_before_loading(name: Any, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    news: list[str] = []
+    with pytest.raises(UserError, match=f"--attention {name} is not there for --device cpu; choose one of: auto, cpu"):
+        build_runner(
+            EngineConfig(model=str(tmp_path), device="cpu", attention=name), lambda phase, fraction: news.append(phase)
+        )
+    assert not news
+
+
 def spec(block_size: int = 16, num_layers: int = 2) -> AttentionSpec:
     return AttentionSpec(num_layers, 4, 2, 32, block_size, torch.float32, torch.device("cpu"))
 
