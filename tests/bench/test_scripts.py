@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
+MODULES = sorted((ROOT / "bench").glob("*.py"))
+SCRIPTS = [module for module in MODULES if '__name__ == "__main__"' in module.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
@@ -22,7 +23,7 @@ def test_a_script_names_its_command_and_hides_no_package(script: Path) -> None:
 
 
 def test_all_scripts_can_be_imported() -> None:
-    names = ", ".join(f"bench.{script.stem}" for script in SCRIPTS)
+    names = ", ".join(f"bench.{module.stem}" for module in MODULES)
     done = subprocess.run(
         [sys.executable, "-c", f"import {names}"], cwd=ROOT, capture_output=True, text=True, check=False
     )
