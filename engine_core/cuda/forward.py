@@ -6,7 +6,7 @@
     h   = norm_gated(x)         RMSNorm, gate and up, SiLU * up
     x   = linear_add(h, x)      down projection, added to the residual
 
-One or two rows stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped for few rows, more to
+One row, or two of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped for few rows, more to
 cuBLAS. `x` is the only state between stages.
 """
 
@@ -64,7 +64,7 @@ class FusedModel:
         self.norm, self.head = model.norm, _dense(model.lm_head)
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [rows, hidden] -> [rows, hidden] before the last norm."""
+        """x [rows, hidden], which is overwritten -> [rows, hidden] before the last norm."""
         for index, layer in enumerate(self.layers):
             qkv = norm_linear(x, layer.input_norm, layer.qkv)
             x = linear_add(attend(index, qkv), layer.output, x)
@@ -99,8 +99,8 @@ def linear_add(x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor) -> 
         return triton_gemv.gemv(x, linear.weight, linear.bias, residual=residual)
     if triton_gemm.suits(rows, linear.weight):
         return triton_gemm.gemm(x, linear.weight, linear.bias, residual=residual)
-    out = torch.addmm(residual, x, linear.weight.t())
-    return out if linear.bias is None else out + linear.bias
+    out = residual.addmm_(x, linear.weight.t())  # in place: out of place torch copies the residual first
+    return out if linear.bias is None else out.add_(linear.bias)
 
 
 def norm_gated(x: torch.Tensor, norm: RMSNorm, linear: DenseLinear) -> torch.Tensor:

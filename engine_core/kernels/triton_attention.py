@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,10 +53,7 @@ def decode(
     rows = qkv.shape[0]
     out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows > FUSED_MAX_ROWS:
-        triton_pointwise.rope_write_kv(
-            qkv, cache, cos_sin, positions, slot_mapping, spec.num_heads, q_norm, k_norm, eps
-        )
-        paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits)
+        _paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, _Rope(q_norm, k_norm, eps, cos_sin))
         return out
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
@@ -96,6 +94,15 @@ def decode(
     return out
 
 
+class _Rope(NamedTuple):
+    """What turns a QKV product into q, k, v."""
+
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    cos_sin: torch.Tensor
+
+
 def paged_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -107,15 +114,33 @@ def paged_decode(
     splits: int,
 ) -> None:
     """q [rows, at least heads * head_dim] (a view of qkv will do), rotated, its K and V already in the cache."""
+    _paged_decode(q, cache, tables, slots, lengths, out, spec, splits, None)
+
+
+def _paged_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    spec: AttentionSpec,
+    splits: int,
+    rope: _Rope | None,
+) -> None:
     rows = q.shape[0]
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
     pdl = chained(out.device)
     group = max(16, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
+    norm = rope is not None and rope.q_norm is not None
     _attend[(spec.num_kv_heads, splits, rows)](
         q,
         cache[0],
         cache[1],
+        rope.q_norm if rope is not None and rope.q_norm is not None else q,
+        rope.k_norm if rope is not None and rope.k_norm is not None else q,
+        rope.cos_sin if rope is not None else log_sums,
         tables,
         slots,
         lengths,
@@ -123,6 +148,7 @@ def paged_decode(
         log_sums,
         out,
         spec.scale * LOG2E,
+        rope.eps if rope is not None else 0.0,
         q.stride(0),
         tables.stride(0),
         splits,
@@ -136,6 +162,8 @@ def paged_decode(
         group,
         splits == 1,
         False,
+        rope is not None,
+        norm,
         3 if dim <= 128 else 2,
         pdl,
         num_warps=4,

@@ -1,4 +1,4 @@
-"""Weights times 5 to 64 rows on the tensor cores, with the neighbours of a linear layer fused in.
+"""Weights times 2 to 64 rows on the tensor cores, with the neighbours of a linear layer fused in.
 
 The weights are the left operand (their rows fill the tensor core's 64, the few rows of x are its columns). The first
 `PRELOAD` tiles of a program's weights are asked for before the wait for the kernel that makes x. Narrow layers split K
