@@ -23,8 +23,9 @@ def _splits(tiles: int, programs: int, wanted: int) -> int:
     return 1 << (max(1, min(tiles, wanted // programs, 128)).bit_length() - 1)
 
 
-def num_splits(rows: int, longest: int, kv_heads: int) -> int:
+def num_splits(rows: int, longest: int, kv_heads: int, window: int | None = None) -> int:
     """Over how many programs the KV of a sequence is spread, a power of two: enough to fill the card, none empty."""
+    longest = min(longest, window or longest)
     if rows <= FUSED_MAX_ROWS:
         return _splits(-(-longest // 16), rows * kv_heads, 1024)
     return _splits(-(-longest // 64), rows * kv_heads, 528)
@@ -44,8 +45,10 @@ def decode(
     slot_mapping: torch.Tensor,
     spec: AttentionSpec,
     splits: int,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """One new token per row: QK-norm, RoPE, the KV write and attention. Returns [rows, heads * head_dim].
+    """One new token per row: QK-norm, RoPE, the KV write and attention to all before it, or to the last `window` tokens
+    with itself. Returns [rows, heads * head_dim].
 
     `positions` and `slot_mapping` are read by the kernels for many rows only.
     """
@@ -55,7 +58,7 @@ def decode(
         triton_pointwise.rope_write_kv(
             qkv, cache, cos_sin, positions, slot_mapping, spec.num_heads, q_norm, k_norm, eps
         )
-        paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits)
+        paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window)
         return out
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
@@ -78,7 +81,7 @@ def decode(
         eps,
         tables.stride(0),
         splits,
-        NO_WINDOW,
+        window or NO_WINDOW,
         spec.num_heads,
         spec.num_kv_heads,
         spec.block_size,
@@ -105,6 +108,7 @@ def paged_decode(
     out: torch.Tensor,
     spec: AttentionSpec,
     splits: int,
+    window: int | None = None,
 ) -> None:
     """q [rows, at least heads * head_dim] (a view of qkv will do), rotated, its K and V already in the cache."""
     rows = q.shape[0]
@@ -126,7 +130,7 @@ def paged_decode(
         q.stride(0),
         tables.stride(0),
         splits,
-        0,
+        window or NO_WINDOW,
         spec.num_heads,
         spec.num_kv_heads,
         spec.block_size,
@@ -135,7 +139,7 @@ def paged_decode(
         dim,
         group,
         splits == 1,
-        False,
+        window is not None,
         3 if dim <= 128 else 2,
         pdl,
         num_warps=4,
@@ -180,8 +184,9 @@ def paged_prefill(
     tile_starts: torch.Tensor,
     out: torch.Tensor,
     spec: AttentionSpec,
+    window: int | None = None,
 ) -> None:
-    """Rows with several query tokens each, causal over their whole context; K and V already in the cache.
+    """Rows with several query tokens each, causal over their context or a window of it; K and V already in the cache.
 
     Writes `out` [tokens, heads * head_dim] for the tokens of the rows that have tiles.
     """
@@ -201,7 +206,7 @@ def paged_prefill(
         spec.scale * LOG2E,
         qkv.stride(0),
         tables.stride(0),
-        0,
+        window or NO_WINDOW,
         heads,
         kv_heads,
         spec.block_size,
@@ -210,7 +215,7 @@ def paged_prefill(
         head_dim,
         dim,
         triton.next_power_of_2(heads // kv_heads),
-        False,
+        window is not None,
         3 if dim <= 128 else 2,
         num_warps=4,
     )

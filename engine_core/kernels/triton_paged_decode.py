@@ -1,9 +1,9 @@
 """Paged decode attention: one query token per sequence against its block table, KV split over programs.
 
-Bytes: K and V of each sequence once. The grid has the KV head fastest, so that neighbouring programs read neighbouring
-memory. All query heads of a KV head share a program (padded to 16 rows for the tensor cores). The number of splits is
-fixed by the grid, the share of a split follows the length on the device: a graph captured at one length is right at
-any.
+Bytes: K and V of each sequence once, from the tile where its window begins. The grid has the KV head fastest, so that
+neighbouring programs read neighbouring memory. All query heads of a KV head share a program (padded to 16 rows for the
+tensor cores). The number of splits is fixed by the grid, the share of a split follows the length on the device: a graph
+captured at one length is right at any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LOG2E = math.log2(math.e)
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "window"])
 def _attend(
     q,
     key_cache,
