@@ -166,6 +166,7 @@ def _attention_spec(model: ModelConfig, block_size: int, dtype: torch.dtype, dev
         block_size=block_size,
         dtype=dtype,
         device=device,
+        windows=model.windows,
     )
 
 

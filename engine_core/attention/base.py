@@ -22,6 +22,11 @@ class AttentionSpec:
     block_size: int  # tokens per KV block
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = ()  # per layer, as in `ModelConfig`; empty if no layer has one
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens each token of `layer` attends to, itself included; None: all before it."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -48,8 +53,8 @@ class Attention(Protocol):
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Write K and V at `batch.slot_mapping`, then attend causally over each row's whole context. What lies behind a
-        row's context in its last block, be it NaN, has no influence.
+        """Write K and V at `batch.slot_mapping`, then attend causally over each row's context, or the layer's window of
+        it. What lies behind a row's context in its last block, be it NaN, has no influence.
 
         q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], already rotated; they may be strided views
         of one tensor. Returns [tokens, heads * head_dim].

@@ -8,7 +8,7 @@ import torch
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
-from engine_core.kernels.cpu_attention import CHUNK, QUERY_ROWS, attend_kernel, write_kernel
+from engine_core.kernels.cpu_attention import CHUNK, NO_WINDOW, QUERY_ROWS, attend_kernel, write_kernel
 from engine_core.kernels.cpu_team import cpu_team
 from engine_core.kernels.cpu_tile import GROUP
 
@@ -69,6 +69,13 @@ class CpuAttention:
         team.run(write_kernel(), (*written, tokens, s.num_kv_heads, s.head_dim, s.block_size), tokens >= QUERY_ROWS)
         where = (self._tasks.ctypes.data, len(self._tasks), q.data_ptr(), q.stride(0), out.data_ptr())
         reads = (batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0), *kv)
-        shape = (s.num_heads, s.num_kv_heads, s.head_dim, s.block_size, int(s.scale * 2.0**60))
+        shape = (
+            s.num_heads,
+            s.num_kv_heads,
+            s.head_dim,
+            s.block_size,
+            int(s.scale * 2.0**60),
+            s.window(layer) or NO_WINDOW,
+        )
         team.run(attend_kernel(), (*where, *reads, *shape), not self._small)
         return out

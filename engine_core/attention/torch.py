@@ -30,7 +30,15 @@ class _PrefillRow:
     stop: int
     context: int
     blocks: torch.Tensor | None  # int64; None if the row holds its whole context
-    mask: torch.Tensor | None  # bool [query, context]
+    mask: torch.Tensor | None  # bool [query, context]; None if causal says it all
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the layers with the same window share."""
+
+    decode: list[_DecodeGroup]
+    prefill: list[_PrefillRow]
 
 
 class TorchAttention:
@@ -41,8 +49,7 @@ class TorchAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.cache = torch.empty(0)
-        self._decode: list[_DecodeGroup] = []
-        self._prefill: list[_PrefillRow] = []
+        self._steps: dict[int | None, _Step] = {}  # by window
 
     def allocate(self, num_blocks: int) -> None:
         s = self.spec
@@ -50,35 +57,47 @@ class TorchAttention:
         self.cache = zeros(shape, s.dtype, s.device)
 
     def prepare(self, batch: ForwardBatch) -> None:
+        self._steps = {window: self._step(batch, window) for window in set(self.spec.windows or [None])}
+
+    def _step(self, batch: ForwardBatch, window: int | None) -> _Step:
         groups: dict[int, list[int]] = {}
-        self._prefill = []
+        prefill = []
         for row in range(batch.num_rows):
             if batch.query_lens[row] == 1:
                 width = -(-int(batch.context_lens[row]) // self.spec.block_size)
                 groups.setdefault(width.bit_length(), []).append(row)
             else:
-                self._prefill.append(self._prefill_row(batch, row))
-        self._decode = [self._decode_group(batch, np.array(rows)) for rows in groups.values()]
+                prefill.append(self._prefill_row(batch, row, window))
+        return _Step([self._decode_group(batch, np.array(rows), window) for rows in groups.values()], prefill)
 
-    def _decode_group(self, batch: ForwardBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _DecodeGroup:
-        contexts = torch.from_numpy(batch.context_lens[rows]).to(self.spec.device)
+    def _decode_group(
+        self, batch: ForwardBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], window: int | None
+    ) -> _DecodeGroup:
+        contexts = torch.from_numpy(batch.context_lens[rows]).to(self.spec.device)[:, None]
         width = -(-int(batch.context_lens[rows].max()) // self.spec.block_size)
         keys = torch.arange(width * self.spec.block_size, device=self.spec.device)
+        mask = keys < contexts
+        if window is not None:
+            mask &= keys >= contexts - window
         return _DecodeGroup(
             tokens=torch.from_numpy(batch.query_starts[rows].astype(np.int64)).to(self.spec.device),
             blocks=batch.block_tables[torch.from_numpy(rows), :width].long().flatten(),
-            mask=(keys < contexts[:, None])[:, None, None, :],
+            mask=mask[:, None, None, :],
         )
 
-    def _prefill_row(self, batch: ForwardBatch, row: int) -> _PrefillRow:
+    def _prefill_row(self, batch: ForwardBatch, row: int, window: int | None) -> _PrefillRow:
         start, stop = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
-        context, count = int(batch.context_lens[row]), stop - start
-        if count == context:
+        context = int(batch.context_lens[row])
+        whole = stop - start == context
+        if whole and (window is None or window >= context):
             return _PrefillRow(start, stop, context, None, None)
         width = -(-context // self.spec.block_size)
         keys = torch.arange(context, device=self.spec.device)
-        mask = keys <= batch.positions[start:stop, None]
-        return _PrefillRow(start, stop, context, batch.block_tables[row, :width].long(), mask)
+        positions = batch.positions[start:stop, None]
+        mask = keys <= positions
+        if window is not None:
+            mask &= keys > positions - window
+        return _PrefillRow(start, stop, context, None if whole else batch.block_tables[row, :width].long(), mask)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -87,9 +106,10 @@ class TorchAttention:
         keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
         values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in self._decode:
+        step = self._steps[self.spec.window(layer)]
+        for group in step.decode:
             out[group.tokens] = self._attend_decode(group, q, keys, values)
-        for row in self._prefill:
+        for row in step.prefill:
             out[row.start : row.stop] = self._attend_prefill(row, q, k, v, keys, values)
         return out.flatten(1)
 

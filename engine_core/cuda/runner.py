@@ -130,10 +130,10 @@ class CudaRunner:
             self.embedding,
             spec.block_size,
         )
-        splits = triton_attention.num_splits(inputs.slots.shape[0], longest, spec.num_kv_heads)
+        rows = inputs.slots.shape[0]
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            weights = self.model.layers[layer]
+            weights, window = self.model.layers[layer], spec.window(layer)
             return triton_attention.decode(
                 qkv,
                 self.cache[layer],
@@ -147,7 +147,8 @@ class CudaRunner:
                 positions,
                 slot_mapping,
                 spec,
-                splits,
+                triton_attention.num_splits(rows, longest, spec.num_kv_heads, window),
+                window,
             )
 
         logits = self.model.logits(self.model.forward(x, attend))
@@ -217,7 +218,7 @@ class CudaRunner:
         self, layer: int, qkv: torch.Tensor, rows: Sequence[ScheduledRow], host: MixedHost, device: MixedInputs
     ) -> torch.Tensor:
         spec, cache, weights = self.spec, self.cache[layer], self.model.layers[layer]
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        heads, kv_heads, dim, window = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window(layer)
         triton_pointwise.rope_write_kv(
             qkv,
             cache,
@@ -232,7 +233,7 @@ class CudaRunner:
         out = torch.empty(qkv.shape[0], heads * dim, dtype=qkv.dtype, device=qkv.device)
         decodes = host.num_decodes
         if decodes:
-            splits = triton_attention.num_splits(decodes, host.longest_decode, kv_heads)
+            splits = triton_attention.num_splits(decodes, host.longest_decode, kv_heads, window)
             triton_attention.paged_decode(
                 qkv[:decodes],
                 cache,
@@ -242,8 +243,10 @@ class CudaRunner:
                 out[:decodes],
                 spec,
                 splits,
+                window,
             )
-        if host.fresh:  # whole prompts: their K and V are at hand, in one piece
+        # whole prompts, seen whole: their K and V are at hand, in one piece
+        if host.fresh and (window is None or max(row.count for row in rows) <= window):
             for row, start in zip(rows[decodes:], host.query_starts[decodes:], strict=False):
                 part = qkv[start : start + row.count].view(1, row.count, heads + 2 * kv_heads, dim).transpose(1, 2)
                 q, k, v = part.split((heads, kv_heads, kv_heads), 1)
@@ -263,6 +266,7 @@ class CudaRunner:
                 device.tile_starts,
                 out,
                 spec,
+                window,
             )
         return out
 

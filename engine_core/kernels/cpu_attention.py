@@ -1,4 +1,5 @@
-"""Causal attention over the paged KV pool: write K and V, then attend through block tables.
+"""Causal attention over the paged KV pool: write K and V, then attend through block tables, to all tokens before a
+query or to a window of them.
 
 Each query attends to its context in chunks of `CHUNK` positions with a running softmax. Chunk borders and the order of
 sums depend only on positions, so a query's result is the same bit for bit whether it is decoded alone, sits in a batch,
@@ -21,6 +22,7 @@ from engine_core.kernels.cpu_tile import GROUP, dense_tile
 from engine_core.kernels.cpu_vector import exp_row, row_max
 
 CHUNK = 64  # positions per softmax step
+NO_WINDOW = 1 << 40
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task
 
 
@@ -45,7 +47,7 @@ def _write(args: Any) -> None:
 
 def _attend() -> Callable[[Any], None]:
     """Arguments: counter, tasks, num_tasks, q, q_stride, out, positions, block_tables, table_stride, keys, values,
-    heads, kv_heads, head_dim, block_size, scale * 2^60.
+    heads, kv_heads, head_dim, block_size, scale * 2^60, window.
 
     `tasks` is int64 [num_tasks, 3]: the batch row, its first query token, and how many of them. Each stands for one
     task per KV head.
@@ -57,7 +59,7 @@ def _attend() -> Callable[[Any], None]:
         tasks, num_tasks, q, q_stride, out = int64s(args[1]), args[2], args[3], args[4], args[5]
         positions, tables, table_stride = int64s(args[6]), args[7], args[8]
         keys, values, heads, kv_heads, dim, size = args[9], args[10], args[11], args[12], args[13], args[14]
-        scale = np.float32(args[15] / 2.0**60)
+        scale, window = np.float32(args[15] / 2.0**60), args[16]
         shared = heads // kv_heads
         most = max(shared, QUERY_ROWS)
         queries = np.empty((most, dim), np.float32)
@@ -79,7 +81,8 @@ def _attend() -> Callable[[Any], None]:
                     total[r, d] = np.float32(0)
                 largest[r], weight[r] = np.float32(-np.inf), np.float32(0)
             context = positions[first + count - 1] + 1
-            for start in range(0, context, CHUNK):
+            oldest = max(positions[first] + 1 - window, 0)  # what the task's first query sees
+            for start in range(oldest // CHUNK * CHUNK, context, CHUNK):
                 stop = min(start + CHUNK, context)
                 for at in range(start, stop, GROUP):  # scores = queries @ keys
                     block = (table[at // size] * kv_heads + kv_head) * dim * size
@@ -104,7 +107,10 @@ def _attend() -> Callable[[Any], None]:
                     known = positions[first + r // shared] + 1 - start
                     for j in range(max(known, 0), width * 8):
                         scores[r, j] = np.float32(-np.inf)
-                    if known <= 0:
+                    unseen = known - window
+                    for j in range(min(max(unseen, 0), width * 8)):
+                        scores[r, j] = np.float32(-np.inf)
+                    if known <= 0 or unseen >= CHUNK:
                         for j in range(width * 8):
                             scores[r, j] = np.float32(0)
                         continue

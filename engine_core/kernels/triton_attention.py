@@ -24,8 +24,9 @@ def _splits(tiles: int, programs: int, wanted: int) -> int:
     return 1 << (max(1, min(tiles, wanted // programs, 128)).bit_length() - 1)
 
 
-def num_splits(rows: int, longest: int, kv_heads: int) -> int:
+def num_splits(rows: int, longest: int, kv_heads: int, window: int | None = None) -> int:
     """Over how many programs the KV of a sequence is spread, a power of two: enough to fill the card, none empty."""
+    longest = min(longest, window or longest)
     if rows <= FUSED_MAX_ROWS:
         return _splits(-(-longest // 16), rows * kv_heads, 1024)
     return _splits(-(-longest // 64), rows * kv_heads, 528)
@@ -45,15 +46,18 @@ def decode(
     slot_mapping: torch.Tensor,
     spec: AttentionSpec,
     splits: int,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """One new token per row: QK-norm, RoPE, the KV write and attention. Returns [rows, heads * head_dim].
+    """One new token per row: QK-norm, RoPE, the KV write and attention to all before it, or to the last `window` tokens
+    with itself. Returns [rows, heads * head_dim].
 
     `positions` and `slot_mapping` are read by the kernels for many rows only.
     """
     rows = qkv.shape[0]
     out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows > FUSED_MAX_ROWS:
-        _paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, _Rope(q_norm, k_norm, eps, cos_sin))
+        rope = _Rope(q_norm, k_norm, eps, cos_sin)
+        _paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window, rope)
         return out
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
@@ -76,7 +80,7 @@ def decode(
         eps,
         tables.stride(0),
         splits,
-        NO_WINDOW,
+        window or NO_WINDOW,
         spec.num_heads,
         spec.num_kv_heads,
         spec.block_size,
@@ -112,9 +116,10 @@ def paged_decode(
     out: torch.Tensor,
     spec: AttentionSpec,
     splits: int,
+    window: int | None = None,
 ) -> None:
     """q [rows, at least heads * head_dim] (a view of qkv will do), rotated, its K and V already in the cache."""
-    _paged_decode(q, cache, tables, slots, lengths, out, spec, splits, None)
+    _paged_decode(q, cache, tables, slots, lengths, out, spec, splits, window, None)
 
 
 def _paged_decode(
@@ -126,6 +131,7 @@ def _paged_decode(
     out: torch.Tensor,
     spec: AttentionSpec,
     splits: int,
+    window: int | None,
     rope: _Rope | None,
 ) -> None:
     rows = q.shape[0]
@@ -152,7 +158,7 @@ def _paged_decode(
         q.stride(0),
         tables.stride(0),
         splits,
-        0,
+        window or NO_WINDOW,
         spec.num_heads,
         spec.num_kv_heads,
         spec.block_size,
@@ -161,7 +167,7 @@ def _paged_decode(
         dim,
         group,
         splits == 1,
-        False,
+        window is not None,
         rope is not None,
         norm,
         3 if dim <= 128 else 2,
@@ -208,8 +214,9 @@ def paged_prefill(
     tile_starts: torch.Tensor,
     out: torch.Tensor,
     spec: AttentionSpec,
+    window: int | None = None,
 ) -> None:
-    """Rows with several query tokens each, causal over their whole context; K and V already in the cache.
+    """Rows with several query tokens each, causal over their context or a window of it; K and V already in the cache.
 
     Writes `out` [tokens, heads * head_dim] for the tokens of the rows that have tiles.
     """
@@ -229,7 +236,7 @@ def paged_prefill(
         spec.scale * LOG2E,
         qkv.stride(0),
         tables.stride(0),
-        0,
+        window or NO_WINDOW,
         heads,
         kv_heads,
         spec.block_size,
@@ -238,7 +245,7 @@ def paged_prefill(
         head_dim,
         dim,
         triton.next_power_of_2(heads // kv_heads),
-        False,
+        window is not None,
         3 if dim <= 128 else 2,
         num_warps=4,
     )

@@ -1,9 +1,9 @@
 """Paged decode attention: one query token per sequence against its block table, KV split over programs.
 
-Bytes: K and V of each sequence once. The grid has the KV head fastest, so that neighbouring programs read neighbouring
-memory. All query heads of a KV head share a program (padded to 16 rows for the tensor cores). The number of splits is
-fixed by the grid, the share of a split follows the length on the device: a graph captured at one length is right at
-any.
+Bytes: K and V of each sequence once, from the tile where its window begins. The grid has the KV head fastest, so that
+neighbouring programs read neighbouring memory. All query heads of a KV head share a program (padded to 16 rows for the
+tensor cores). The number of splits is fixed by the grid, the share of a split follows the length on the device: a graph
+captured at one length is right at any.
 
 `ROPE`: q, k, v come straight from the QKV product. The kernel norms and rotates them, writes the new token's K and V,
 and joins them from registers.
@@ -34,7 +34,7 @@ def turn(a, b, wa, wb, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     return (af * cos + bf * sin).to(dtype)
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "window"])
 def _attend(
     q,
     key_cache,

@@ -1,8 +1,8 @@
 """Paged varlen attention for prompts: query chunks of several sequences against their block tables, causal.
 
 A program owns BLOCK_M query rows of one KV head's group: the G query heads of a KV head are stacked as rows, so a K/V
-tile is read once for all of them. Full tiles run without a mask; only the tiles on the diagonal and the last one have
-it.
+tile is read once for all of them. Full tiles run without a mask; only the tiles on the diagonal, the last one and those
+on the edge of a sliding window have it. Tiles before every row's window are not read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _tile(
     return acc, total, new_peak
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill(
     q,
     key_cache,
@@ -121,10 +121,35 @@ def _prefill(
     end = tl.minimum(context + t0 + QTILE, length)
     full = (context + t0 + 1) // BLOCK_N * BLOCK_N  # keys every row of the tile may see
     begin = 0
-    if WINDOW:
-        begin = tl.maximum(context + t0 - window + 1, 0) // BLOCK_N * BLOCK_N
-        full = begin
     table = tl.load(table_rows + seq).to(tl.int64) * table_stride
+    if WINDOW:
+        edge = tl.maximum(context + t0 + 1 - window, 0) // BLOCK_N * BLOCK_N  # where the first row's window begins
+        # The last row's window holds every key from here on.
+        begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK_N) * BLOCK_N, full)
+        for n in tl.range(edge, begin, BLOCK_N, num_stages=STAGES):
+            acc, total, peak = _tile(
+                acc,
+                total,
+                peak,
+                qv,
+                key_cache,
+                value_cache,
+                tables,
+                table,
+                n,
+                q_at,
+                length,
+                head,
+                scale2,
+                window,
+                HKV,
+                BLOCK_SIZE,
+                BLOCK_N,
+                D,
+                DP,
+                True,
+                True,
+            )
     for n in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
         acc, total, peak = _tile(
             acc,

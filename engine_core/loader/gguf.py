@@ -13,9 +13,16 @@ from gguf.constants import GGMLQuantizationType as GGML
 from engine_core.errors import UserError
 from engine_core.loader.gguf_file import GGUFFile, TensorInfo
 from engine_core.loader.weights import QuantizedWeight, Weight
-from engine_core.models.config import ModelConfig, RopeConfig, yarn_attention_factor
+from engine_core.models.config import (
+    ModelConfig,
+    RopeConfig,
+    check_num_layers,
+    layer_windows,
+    yarn_attention_factor,
+)
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FIRST_LAYERS_FULL = ("qwen2", "qwen3")  # their windows are of some layers only
 DENSE = {GGML.F32: torch.float32, GGML.F16: torch.float16, GGML.BF16: torch.bfloat16}
 QUANTIZED = (
     *(GGML.Q4_0, GGML.Q4_1, GGML.Q5_0, GGML.Q5_1, GGML.Q8_0),
@@ -120,17 +127,18 @@ def config_of(file: GGUFFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{file.path}: tensor token_embd.weight is missing")
+    num_layers, max_position = check_num_layers(get.integer("block_count")), get.integer("context_length")
     eos = (file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return ModelConfig(
         architecture=ARCHITECTURES[name],
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
         intermediate_size=get.integer("feed_forward_length"),
-        num_layers=get.integer("block_count"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=get.integer("attention.head_count_kv", heads),
         head_dim=get.integer("attention.key_length", hidden // max(heads, 1)),
-        max_position=get.integer("context_length"),
+        max_position=max_position,
         rope=_rope(get),
         rms_norm_eps=get.number("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
@@ -139,6 +147,7 @@ def config_of(file: GGUFFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         dtype="float32" if embedding.ggml_type == GGML.F32 else "float16",
         eos_token_ids=frozenset(int(token) for token in eos if isinstance(token, int)),
+        windows=_windows(get, num_layers, max_position),
     )
 
 
@@ -150,6 +159,9 @@ class _Metadata:
 
     def optional(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.prefix}.{key}")
+
+    def has(self, key: str) -> bool:
+        return f"{self.prefix}.{key}" in self.file.metadata
 
     def integer(self, key: str, default: int | None = None) -> int:
         return int(self._number(key, default, (int,)))
@@ -169,9 +181,8 @@ class _Metadata:
 def _refuse_unsupported(file: GGUFFile, get: _Metadata) -> None:
     if file.metadata.get("split.count") not in (None, 0, 1):
         raise UserError(f"{file.path} is one of {file.metadata['split.count']} parts; join them with llama-gguf-split")
-    for key in ("expert_count", "attention.sliding_window"):
-        if get.optional(key):
-            raise UserError(f"{file.path}: {get.prefix}.{key} {get.optional(key)} is not supported")
+    if get.optional("expert_count"):
+        raise UserError(f"{file.path}: {get.prefix}.expert_count {get.optional('expert_count')} is not supported")
     heads = max(get.integer("attention.head_count"), 1)  # ModelConfig says what is wrong with 0
     head_dim = get.integer("attention.key_length", get.integer("embedding_length") // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -179,6 +190,28 @@ def _refuse_unsupported(file: GGUFFile, get: _Metadata) -> None:
             raise UserError(
                 f"{file.path}: {get.prefix}.{key} {get.optional(key)} differs from the head size {head_dim}"
             )
+
+
+def _windows(get: _Metadata, num_layers: int, max_position: int) -> tuple[int | None, ...]:
+    """`ModelConfig.windows`: of all layers, unless a pattern says of which."""
+    window = get.integer("attention.sliding_window", 0)
+    if window == 0:
+        return ()
+    slides = [True] * num_layers
+    if get.has("attention.sliding_window_pattern"):
+        pattern = get.optional("attention.sliding_window_pattern")
+        if not isinstance(pattern, list) or len(pattern) != num_layers:
+            raise UserError(
+                f"{get.file.path}: {get.prefix}.attention.sliding_window_pattern must say of each of the {num_layers} "
+                f"layers whether it has a window, got {pattern!r}"
+            )
+        slides = [bool(each) for each in pattern]
+    elif get.prefix in FIRST_LAYERS_FULL:
+        raise UserError(
+            f"{get.file.path}: {get.prefix}.attention.sliding_window {window} is not supported without "
+            f"{get.prefix}.attention.sliding_window_pattern, which says of which layers it is"
+        )
+    return layer_windows(window, slides, max_position)
 
 
 def _rope(get: _Metadata) -> RopeConfig:

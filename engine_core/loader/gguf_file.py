@@ -22,7 +22,7 @@ from engine_core.errors import UserError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_KEPT_ARRAY = 64  # longer arrays (vocabularies) are stepped over
+MAX_KEPT_ARRAY = 512  # longer arrays (vocabularies) are stepped over
 STRING, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 

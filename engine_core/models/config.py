@@ -7,7 +7,7 @@ a wrong answer is worse than none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
@@ -16,6 +16,11 @@ from engine_core.errors import UserError
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000
+ALWAYS_SLIDES = ("MistralForCausalLM",)  # sliding_window counts without use_sliding_window
+FIRST_LAYERS_FULL = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # max_window_layers counts
+MAY_SLIDE = (*FIRST_LAYERS_FULL, "Qwen3MoeForCausalLM")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class ModelConfig:
     mlp_bias: bool = False
     dtype: str = "float32"  # the checkpoint's own
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    # Per layer how many tokens each one attends to, itself included; None is all before it. Empty: all, in every layer.
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -79,6 +86,7 @@ def from_hf(config: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset
     architecture = _architecture(config)
     _refuse_unsupported(config, architecture)
     heads, hidden = _int(config, "num_attention_heads"), _int(config, "hidden_size")
+    num_layers = check_num_layers(_int(config, "num_hidden_layers"))
     biased = bool(config.get("attention_bias", False))
     max_position = _int(config, "max_position_embeddings")
     return ModelConfig(
@@ -86,7 +94,7 @@ def from_hf(config: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset
         vocab_size=_int(config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_int(config, "intermediate_size"),
-        num_layers=_int(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=_int(config, "num_key_value_heads", heads),
         head_dim=_int(config, "head_dim", hidden // max(heads, 1)),
@@ -99,7 +107,22 @@ def from_hf(config: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset
         mlp_bias=bool(config.get("mlp_bias", False)),
         dtype=_hf_dtype(config),
         eos_token_ids=eos_token_ids | token_ids(config.get("eos_token_id")),
+        windows=_hf_windows(config, architecture, num_layers, max_position),
     )
+
+
+def check_num_layers(count: int) -> int:
+    """`count`, if there can be a tuple with an entry for each layer."""
+    if not 1 <= count <= MAX_LAYERS:
+        raise UserError(f"the model's num_layers is {count}, which makes no sense")
+    return count
+
+
+def layer_windows(window: int, slides: Sequence[bool], max_position: int) -> tuple[int | None, ...]:
+    """`ModelConfig.windows` of layers of which some have a window: none if it is as long as the whole context."""
+    if window < 1:
+        raise UserError(f"the model's sliding window is {window} tokens, which makes no sense")
+    return tuple(window if each else None for each in slides) if window < max_position and any(slides) else ()
 
 
 def token_ids(value: object) -> frozenset[int]:
@@ -122,19 +145,39 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
     if config.get("quantization_config"):
         method = _object(config, "quantization_config").get("quant_method", "unknown")
         raise UserError(f"config.json: weights quantized with {method!r} are not supported; use a GGUF file instead")
-    layers = config.get("layer_types") or []
-    if not isinstance(layers, list):
-        raise UserError(f"config.json: layer_types must be a list, got {layers!r}")
-    others = sorted({str(kind) for kind in layers} - {"full_attention"})
-    window = config.get("sliding_window")
-    # Qwen's configs carry a window that is switched off by use_sliding_window.
-    slides = window is not None and config.get("use_sliding_window", architecture == "MistralForCausalLM")
-    if others or slides:
-        what = f"layer_types {others}" if others else f"sliding_window {window}"
-        raise UserError(f"config.json: {what} is not supported, only full attention")
     for name in ("num_experts", "num_local_experts"):
         if config.get(name):
             raise UserError(f"config.json: {name} {config[name]} (a mixture of experts) is not supported")
+
+
+def _hf_windows(
+    config: Mapping[str, Any], architecture: str, num_layers: int, max_position: int
+) -> tuple[int | None, ...]:
+    """`ModelConfig.windows`, as transformers reads the same settings."""
+    window = config.get("sliding_window")
+    in_use = window is not None and bool(config.get("use_sliding_window", architecture in ALWAYS_SLIDES))
+    slides = _sliding_layers(config, architecture, num_layers, in_use)
+    if not any(slides):
+        return ()
+    if architecture not in (*ALWAYS_SLIDES, *MAY_SLIDE):
+        raise UserError(f"config.json: sliding_attention (sliding_window {window}) is not part of {architecture}")
+    if not in_use:
+        raise UserError("config.json: layer_types has sliding_attention, but sliding_window is not set or not in use")
+    return layer_windows(_int(config, "sliding_window"), slides, max_position)
+
+
+def _sliding_layers(config: Mapping[str, Any], architecture: str, num_layers: int, in_use: bool) -> list[bool]:
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise UserError(f"config.json: layer_types must be a list of {num_layers} names, got {kinds!r}")
+        others = sorted({str(kind) for kind in kinds} - set(LAYER_TYPES))
+        if others:
+            raise UserError(f"config.json: layer_types {others} is not supported, only {', '.join(LAYER_TYPES)}")
+        return [kind == "sliding_attention" for kind in kinds]
+    # Of Qwen2's and Qwen3's layers the first ones see everything.
+    full = _int(config, "max_window_layers", 28) if in_use and architecture in FIRST_LAYERS_FULL else 0
+    return [in_use and layer >= full for layer in range(num_layers)]
 
 
 def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:

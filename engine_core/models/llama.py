@@ -1,4 +1,4 @@
-"""Llama and what shares its layout (Mistral without a sliding window, SmolLM)."""
+"""Llama and what shares its layout: Mistral, SmolLM. Sliding windows are the attention's affair."""
 
 from __future__ import annotations
 

@@ -92,10 +92,50 @@ def test_config_that_is_not_supported_is_named(changes: dict[str, Any], message:
         load(tmp_path)
 
 
-def test_mistral_with_a_window_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, "mistral", sliding_window=64)
-    with pytest.raises(UserError, match="sliding_window 64"):
-        load(tmp_path)
+BOTH = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, ()),
+        ({"sliding_window": 64}, ()),  # transformers' Llama does not know it
+        ({"architectures": ["MistralForCausalLM"]}, ()),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ()),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, (64, 64, 64)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64, "layer_types": BOTH}, (None, 64, None)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, ()),  # the whole context
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}, ()),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}
+            | {"use_sliding_window": True},
+            (None, 64, 64),
+        ),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": True}, ()),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "max_window_layers": 0, "layer_types": BOTH}
+            | {"use_sliding_window": True},
+            (None, 64, None),
+        ),
+    ],
+)
+def test_windows_of_layers(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert from_hf(BASE | changes).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "window is 0 tokens"),
+        ({"sliding_window": "wide"}, "sliding_window must be an integer"),
+        ({"layer_types": BOTH}, "layer_types has sliding_attention, but sliding_window is not set"),
+        ({"sliding_window": 9, "layer_types": BOTH[:2]}, "layer_types must be a list of 3 names"),
+        ({"sliding_window": 9, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_hf(BASE | {"architectures": ["MistralForCausalLM"]} | changes)
 
 
 def test_any_config_loads_or_is_refused() -> None:
@@ -104,11 +144,17 @@ def test_any_config_loads_or_is_refused() -> None:
     print("seed", seed)
     rng = random.Random(seed)
     fields = [*BASE, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types"]
-    fields += ["sliding_window", "tie_word_embeddings", "torch_dtype", "eos_token_id", "quantization_config"]
+    fields += ["sliding_window", "use_sliding_window", "max_window_layers"]
+    fields += ["tie_word_embeddings", "torch_dtype", "eos_token_id", "quantization_config"]
     odd = [None, -1, 0, 1, 1.5, "x", "", [], [1], ["a"], {}, {"rope_type": "yarn"}, True, float("nan"), 10**30]
     odd += [{"type": "linear", "factor": "2"}, {"rope_type": "yarn", "factor": 0}, {"rope_type": "llama3", "factor": 1}]
-    for _ in range(2000):
-        config = BASE | {rng.choice(fields): rng.choice(odd) for _ in range(rng.randint(1, 3))}
+    names = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    for _ in range(4000):
+        config = (
+            BASE
+            | {"architectures": [rng.choice(names)]}
+            | {rng.choice(fields): rng.choice(odd) for _ in range(rng.randint(1, 3))}
+        )
         try:
             from_hf(config)
         except UserError as error:

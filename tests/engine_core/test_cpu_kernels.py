@@ -161,8 +161,8 @@ def test_rotate(dim: int, threads: int) -> None:
     torch.testing.assert_close(cpu_elementwise.rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
-def spec(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionSpec:
-    return AttentionSpec(1, heads, kv_heads, dim, block_size, torch.float32, torch.device("cpu"))
+def spec(heads: int, kv_heads: int, dim: int, block_size: int, window: int | None = None) -> AttentionSpec:
+    return AttentionSpec(1, heads, kv_heads, dim, block_size, torch.float32, torch.device("cpu"), (window,))
 
 
 class Sequences:
@@ -210,20 +210,24 @@ class Sequences:
         s = self.shape
         parts = self.qkv[sequence].double().split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 1)
         q, k, v = (part.transpose(0, 1) for part in parts)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        age = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        mask = (age >= 0) & (age < (s.window(0) or len(age)))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64, 16), (4, 4, 16, 32), (8, 1, 80, 16), (6, 2, 128, 64)])
-def test_attention_of_whole_prompts(heads: tuple[int, int, int, int], threads: int) -> None:
+@pytest.mark.parametrize("heads", [(9, 3, 64, 16), (4, 4, 16, 32), (8, 1, 80, 16), (6, 2, 128, 64), (4, 2, 32, 16, 20)])
+def test_attention_of_whole_prompts(heads: tuple[int, ...], threads: int) -> None:
     sequences = Sequences(spec(*heads), [1, 17, 64, 150])
     for i, out in enumerate(sequences.attend([(i, 0, n) for i, n in enumerate(sequences.lengths)])):
         assert error(out, sequences.expected(i)) < 2e-6
 
 
-def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(threads: int) -> None:
-    sequences = Sequences(spec(9, 3, 64, 16), [90, 200])
+@pytest.mark.parametrize("window", [None, 1, 33, 64, 65, 150])
+def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(window: int | None, threads: int) -> None:
+    sequences = Sequences(spec(9, 3, 64, 16, window), [90, 200])
     first, second = sequences.attend([(0, 0, 90), (1, 0, 200)])
+    assert error(second, sequences.expected(1)) < 2e-6
     pieces = [0, 1, 7, 64, 80, 81, 150, 199, 200]
     chunks = [sequences.attend([(1, a, b)])[0] for a, b in itertools.pairwise(pieces)]
     assert torch.equal(torch.cat(chunks), second)

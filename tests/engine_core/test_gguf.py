@@ -94,6 +94,28 @@ def test_every_family(family: str, architecture: str, tmp_path: Path) -> None:
     check_logits(tmp_path / "model.gguf", model)
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_sliding_windows(family: str, tmp_path: Path) -> None:
+    """Of all layers of Mistral, which is architecture llama; of those that the pattern names, elsewhere."""
+    architecture = {"mistral": "llama"}.get(family, family)
+    model = make_model(f"{family}-window")
+    window = model.config.sliding_window
+
+    def add_pattern(writer: gguf.GGUFWriter) -> None:
+        if family == "qwen2":
+            writer.add_array(f"{architecture}.attention.sliding_window_pattern", [False, True, True])
+
+    metadata = {"attention.sliding_window": window}
+    write_gguf(tmp_path / "model.gguf", model, architecture, metadata=metadata, extra=add_pattern)
+    check_logits(tmp_path / "model.gguf", model)
+
+
+def test_a_window_of_unnamed_layers_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model("qwen2"), "qwen2", metadata={"attention.sliding_window": 64})
+    with pytest.raises(UserError, match="sliding_window 64 is not supported without"):
+        load(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_rope_scaling(family: str, kind: str, tmp_path: Path) -> None:
@@ -108,18 +130,20 @@ def test_rope_scaling(family: str, kind: str, tmp_path: Path) -> None:
     check_logits(tmp_path / "model.gguf", model, length=300)
 
 
-def test_rope_factors_of_llama3(tmp_path: Path) -> None:
-    """llama.cpp stores Llama 3's scaling as a divisor of each frequency."""
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling |= {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
-    model = make_model("llama", rope_parameters=scaling)
-    plain = make_model("llama")
-    factors = (plain.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq).numpy()
+@pytest.mark.parametrize("family", ["llama3", "llama3-tied"])
+@pytest.mark.parametrize("kind", [GGML.F32, GGML.Q8_0, GGML.Q4_K], ids=lambda kind: kind.name)
+def test_llama3(kind: GGML, family: str, tmp_path: Path) -> None:
+    """llama.cpp stores Llama 3's RoPE scaling as a divisor of each frequency, and no head where it is tied."""
+    model = make_model(family, **{**WIDE, "head_dim": 64})
+    theta = model.config.rope_parameters["rope_theta"]
+    frequencies = theta ** (-torch.arange(0, model.config.head_dim, 2) / model.config.head_dim)
+    factors = (frequencies / model.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() > 7
 
     def add_factors(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("rope_freqs.weight", factors)
 
-    write_gguf(tmp_path / "model.gguf", model, "llama", extra=add_factors)
+    write_gguf(tmp_path / "model.gguf", model, "llama", lambda name: kind, extra=add_factors)
     check_logits(tmp_path / "model.gguf", model, length=300)
 
 
@@ -156,7 +180,7 @@ def tensor(name: str, shape: tuple[int, ...]) -> Callable[[gguf.GGUFWriter], Non
     ("metadata", "message"),
     [
         ({"expert_count": 8}, "expert_count 8"),
-        ({"attention.sliding_window": 4096}, "sliding_window 4096"),
+        ({"attention.sliding_window": 64, "attention.sliding_window_pattern": 4}, "pattern must say of each of the 3"),
         ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "longrope"),
         ({"rope.dimension_count": 8}, "rope.dimension_count 8"),
         ({"attention.value_length": 8}, "attention.value_length 8"),

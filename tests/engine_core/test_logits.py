@@ -57,7 +57,7 @@ def test_full_prefill_chunks_and_decode(
 @pytest.mark.parametrize(
     ("attention", "block_size"), [("torch", 1), ("torch", 3), ("torch", 16), ("cpu", 16), ("cpu", 64)]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window"])
 def test_random_mixes_of_chunks_and_decodes(
     family: str, attention: str, block_size: int, tmp_path: Path, rng: random.Random
 ) -> None:
@@ -71,6 +71,23 @@ def test_random_mixes_of_chunks_and_decodes(
     for request in requests:
         expected = reference_logits(reference, request.prompt_ids)
         torch.testing.assert_close(torch.cat(parts[request.request_id]), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 99, 100, 101, 300])
+def test_a_window_is_as_long_as_it_says(window: int, attention: str, tmp_path: Path, rng: random.Random) -> None:
+    reference = save_model(tmp_path, "mistral", sliding_window=window)
+    ids = prompts(rng, 100)[0]
+    expected = reference_logits(reference, ids)
+    for other in {max(1, window - 1), window + 1} - {window}:
+        # One token more or less must matter where it can be seen, or this test would not see it.
+        difference = (expected - reference_logits(make_model("mistral", sliding_window=other), ids)).abs().max()
+        assert (difference > 10 * TOLERANCE) == (min(window, other) < 100)
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, attention=attention)
+    request = scattered_requests([ids], 16, KV_TOKENS, rng)[0]
+    pieces = ((0, 70), (70, 71), (71, 98), (98, 99), (99, 100))
+    parts = [step_logits(runner, [(request, start, stop)])[0] for start, stop in pieces]
+    torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("scaling", ROPE_SCALINGS)

@@ -24,6 +24,7 @@ from tests.engine_core.tiny_models import save_model
 
 VOCAB, BLOCK_SIZE, REQUESTS = 320, 16, 24
 SMALLEST = 7  # blocks: less than what three requests need
+LARGEST = 120  # and enough to keep every prompt for the second time
 
 
 @dataclass
@@ -90,10 +91,10 @@ def answers(engine: Engine, requests: Iterable[Generate]) -> dict[int, Answer]:
     return got
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, ModelFacts]:
-    folder = tmp_path_factory.mktemp("qwen3")
-    save_model(folder, "qwen3")
+@pytest.fixture(scope="module", params=["qwen3", "mistral-window"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, ModelFacts]:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(folder, request.param)
     return build_runner(EngineConfig(model=str(folder), kv_tokens=2048, threads=1, max_num_seqs=12))
 
 
@@ -107,7 +108,7 @@ def test_answers_do_not_depend_on_what_happens_around_them(loaded: tuple[ModelRu
         alone |= answers(Engine(runner, facts, EngineConfig(model="")), [request])
     assert {answer.reason for answer in alone.values()} <= {"stop", "length"}
     preemptions = hits = 0
-    for depth, blocks, budget in itertools.product((1, 2), (SMALLEST, 40), (16, 2048)):
+    for depth, blocks, budget in itertools.product((1, 2), (SMALLEST, LARGEST), (16, 2048)):
         config = EngineConfig(model="", max_num_seqs=12, max_num_batched_tokens=budget, policy="priority")
         room = blocks * BLOCK_SIZE
         engine = Engine(runner, replace(facts, num_blocks=blocks + 1, max_model_len=room), config, depth=depth)

@@ -144,10 +144,13 @@ class Pool:
             x[:, first:last] = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
         return x
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, row: int, position: int) -> torch.Tensor:
-        """q [heads, dim] at `position` over everything up to it."""
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, row: int, position: int, window: int | None = None
+    ) -> torch.Tensor:
+        """q [heads, dim] at `position` over everything up to it, or the last `window` of it."""
         k, v = self.context(cache, row)
-        k, v = k[: position + 1], v[: position + 1]
+        seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+        k, v = k[seen], v[seen]
         scores = torch.einsum("hd,thd->ht", q, k) / math.sqrt(self.spec.head_dim)
         return torch.einsum("ht,thd->hd", scores.softmax(-1), v).flatten()
 
@@ -189,6 +192,22 @@ def decode_cases() -> list[tuple[tuple[int, int, int], bool, int, int]]:
 
 @pytest.mark.parametrize(("heads", "norm", "rows", "splits"), decode_cases(), ids=str)
 def test_decode(heads: tuple[int, int, int], norm: bool, rows: int, splits: int, dtype: torch.dtype) -> None:
+    check_decode(heads, norm, rows, splits, None, dtype)
+
+
+# One token, less than a tile (16 and 64 tokens), on and off its borders, more than a tile, more than the context.
+WINDOWS = (1, 7, 16, 17, 33, 64, 65, 200)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("rows", "splits"), [(3, 1), (3, 4), (9, 1), (9, 4)])
+def test_decode_in_a_window(rows: int, splits: int, window: int, dtype: torch.dtype) -> None:
+    check_decode((4, 2, 64), False, rows, splits, window, dtype)
+
+
+def check_decode(
+    heads: tuple[int, int, int], norm: bool, rows: int, splits: int, window: int | None, dtype: torch.dtype
+) -> None:
     lengths = ([2, 15, 64, 33, 1, 16, 17, 70, 130] if GPU else [2, 15, 64, 33, 16, 20, 1, 17, 70])[-rows:]
     pool = Pool(heads, lengths, dtype)
     num_heads, kv_heads, dim = heads
@@ -203,19 +222,30 @@ def test_decode(heads: tuple[int, int, int], norm: bool, rows: int, splits: int,
     mapping = torch.tensor([pool.slot_of(row, at) for row, at in enumerate(positions)], device=DEVICE).int()
     out = triton_attention.decode(
         qkv, pool.cache, q_norm, k_norm, 1e-6, pool.cos_sin, pool.tables, pool.slots, pool.length, pool.length - 1,
-        mapping, pool.spec, splits,
+        mapping, pool.spec, splits, window,
     )  # fmt: skip
-    expected = [pool.attend(turned[row, :num_heads], cache, row, at) for row, at in enumerate(positions)]
+    expected = [pool.attend(turned[row, :num_heads], cache, row, at, window) for row, at in enumerate(positions)]
     close(out, torch.stack(expected), dtype)
     close(pool.cache, cache, dtype)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_prefill_of_chunks(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    counts, contexts = [1, 5, 33, 40], [0, 16, 100, 3]
+    check_prefill(heads, [1, 5, 33, 40], [0, 16, 100, 3], None, dtype)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_prefill_of_chunks_in_a_window(window: int, dtype: torch.dtype) -> None:
+    """Chunks of one tile of queries and of several, at the start of a prompt and after contexts of several tiles."""
+    check_prefill((4, 2, 64), [1, 5, 33, 150], [130, 16, 300, 0], window, dtype)
+
+
+def check_prefill(
+    heads: tuple[int, int, int], counts: list[int], contexts: list[int], window: int | None, dtype: torch.dtype
+) -> None:
     pool = Pool(heads, [count + context for count, context in zip(counts, contexts, strict=True)], dtype)
     num_heads, kv_heads, dim = heads
-    starts = [0, 1, 6, 39, 79]
+    starts = [0, *itertools.accumulate(counts)]
     qkv = random(sum(counts), (num_heads + 2 * kv_heads) * dim, dtype=dtype)
     tile = triton_attention.query_tile(num_heads, kv_heads, dim)
     tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, tile)]
@@ -223,11 +253,11 @@ def test_prefill_of_chunks(heads: tuple[int, int, int], dtype: torch.dtype) -> N
     out = torch.full((sum(counts), num_heads * dim), NAN, dtype=dtype, device=DEVICE)
     query_starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     triton_attention.paged_prefill(
-        qkv, pool.cache, pool.tables, pool.slots, query_starts, pool.length, rows, firsts, out, pool.spec
+        qkv, pool.cache, pool.tables, pool.slots, query_starts, pool.length, rows, firsts, out, pool.spec, window
     )
     q = qkv.float().view(sum(counts), -1, dim)[:, :num_heads]
     expected = [
-        pool.attend(q[starts[row] + i], pool.cache, row, contexts[row] + i)
+        pool.attend(q[starts[row] + i], pool.cache, row, contexts[row] + i, window)
         for row, count in enumerate(counts)
         for i in range(count)
     ]

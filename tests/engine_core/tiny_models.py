@@ -18,14 +18,31 @@ from engine_core.runner import ModelRunner, build_runner
 from ipc.config import EngineConfig
 from ipc.sampling import SamplingParams
 
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 # Family -> transformers' class prefix and what differs from the common shape below.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama3-tied": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 32}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "mistral-window": ("Mistral", {"sliding_window": 21}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-window": (
+        "Qwen3",
+        {"head_dim": 32, "use_sliding_window": True, "sliding_window": 5, "layer_types": ALTERNATING},
+    ),
     "qwen3-biased": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
 SHAPE: dict[str, Any] = {

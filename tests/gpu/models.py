@@ -26,6 +26,8 @@ BLOCK_SIZE = 16
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 384, "intermediate_size": 640},  # 6 heads of 64, 2 KV heads
     "llama-biased": {"hidden_size": 384, "intermediate_size": 640},
+    "mistral-window": {"hidden_size": 384, "intermediate_size": 640},
+    "qwen2-window": {"hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 8},
     "qwen2": {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4},
 }
@@ -34,7 +36,7 @@ LONG = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 def save_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model whose weights are bfloat16 values, so that an engine in bfloat16 has the same; returned in float32."""
-    model = make_model(family, seed, **{**SHAPES[family], **changes})
+    model = make_model(family, seed, **{**SHAPES.get(family, {}), **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:

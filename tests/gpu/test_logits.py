@@ -69,11 +69,15 @@ def test_every_kind_of_step(family: str, dtype: str, tmp_path: Path) -> None:
             forced.drop(request)
 
 
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+@pytest.fixture(scope="module", params=[None, 1000])
+def long_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    """Without and with a sliding window."""
     folder = tmp_path_factory.mktemp("long")
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    model = save_model(folder, "llama", **LONG, max_position_embeddings=16640, rope_parameters=rope)
+    settings = {**LONG, "max_position_embeddings": 16640, "rope_parameters": rope}
+    model = save_model(folder, "mistral", **settings, head_dim=64, sliding_window=request.param)
     return folder, model.cuda()
 
 
