@@ -77,12 +77,13 @@ class DecodeInputs:
     slots: torch.Tensor
     lengths: torch.Tensor
     new_blocks: torch.Tensor
+    order: torch.Tensor  # rows from the longest to the shortest
     turn: torch.Tensor
 
     @staticmethod
     def allocate(rows: int, device: torch.device) -> DecodeInputs:
-        buffer = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
-        return DecodeInputs(buffer, buffer[:rows], buffer[rows : 2 * rows], buffer[2 * rows : -1], buffer[-1:])
+        buffer = torch.zeros(4 * rows + 1, dtype=torch.int32, device=device)
+        return DecodeInputs(buffer, *buffer.split((rows, rows, rows, rows, 1)))
 
 
 # (inputs, longest context, whether any row draws at random) -> logits [rows, vocabulary]; the tokens are drawn as well
@@ -101,10 +102,11 @@ class DecodeGraphs:
         """int32 in the layout of `DecodeInputs`, padded to the next size of the ladder."""
         rows = len(slots)
         size = next(size for size in self.sizes if size >= rows)
-        values = np.empty(3 * size + 1, np.int32)
-        values[:rows], values[rows:size] = slots, self._pad_slot
-        values[size : size + rows], values[size + rows : 2 * size] = lengths, 1
-        values[2 * size : 2 * size + rows], values[2 * size + rows : -1] = new_blocks, -1
+        values = np.empty(4 * size + 1, np.int32)
+        parts = values[:-1].reshape(4, size)
+        for part, given, padding in zip(parts, (slots, lengths, new_blocks), (self._pad_slot, 1, -1), strict=False):
+            part[:rows], part[rows:] = given, padding
+        parts[3] = np.argsort(-parts[1], kind="stable")
         values[-1] = turn
         return values
 

@@ -43,8 +43,9 @@ class MixedHost:
     fresh: bool  # every prompt row holds its whole context, and is long enough for the contiguous kernel to win
 
 
-# Below this many tokens the contiguous kernel's extra launches cost more than it saves.
-FRESH_MIN_TOKENS = 256
+# Below this many tokens a prompt, the contiguous kernel's launches, one for each prompt and layer, take longer than all
+# the prompts together in the paged kernel.
+FRESH_MIN_TOKENS = 2048
 
 
 def mixed_inputs(

@@ -121,7 +121,7 @@ class CudaRunner:
 
     def _decode_step(self, inputs: DecodeInputs, longest: int, random: bool) -> torch.Tensor:
         state, spec = self.state, self.spec
-        x, positions, slot_mapping = triton_step.begin_step(
+        x = triton_step.begin_step(
             inputs.slots,
             inputs.lengths,
             inputs.new_blocks,
@@ -144,8 +144,7 @@ class CudaRunner:
                 state.tables,
                 inputs.slots,
                 inputs.lengths,
-                positions,
-                slot_mapping,
+                inputs.order,
                 spec,
                 triton_attention.num_splits(rows, longest, spec.num_kv_heads, window),
                 window,
@@ -176,8 +175,8 @@ class CudaRunner:
         self, plan: StepPlan, sampling: Sequence[ScheduledRow], turn: int, result: StepTokens
     ) -> torch.Tensor:
         spec, state = self.spec, self.state
-        # decode rows first, so that each kind of attention has one run of tokens
-        rows = sorted(plan.rows, key=lambda row: row.count > 1)
+        # decode rows first, so that each kind of attention has one run of tokens, and the longest of them first
+        rows = sorted(plan.rows, key=lambda row: (row.count > 1, -row.stop))
         state.upload(rows, spec.block_size)
         random = any(not row.request.sampling.greedy for row in sampling)
         size = self.mixed_graphs.size_for(rows, plan.num_tokens)

@@ -9,7 +9,6 @@ import torch
 import triton
 
 from engine_core.attention.base import AttentionSpec
-from engine_core.kernels import triton_pointwise
 from engine_core.kernels.triton_device import chained
 from engine_core.kernels.triton_fused_decode import _attend_fused
 from engine_core.kernels.triton_paged_decode import _attend, _combine
@@ -42,8 +41,7 @@ def decode(
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    order: torch.Tensor,
     spec: AttentionSpec,
     splits: int,
     window: int | None = None,
@@ -51,13 +49,13 @@ def decode(
     """One new token per row: QK-norm, RoPE, the KV write and attention to all before it, or to the last `window` tokens
     with itself. Returns [rows, heads * head_dim].
 
-    `positions` and `slot_mapping` are read by the kernels for many rows only.
+    `order`: int32 [rows], the rows from the longest to the shortest. Any order is right, this one is the fastest.
     """
     rows = qkv.shape[0]
     out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows > FUSED_MAX_ROWS:
         rope = _Rope(q_norm, k_norm, eps, cos_sin)
-        _paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window, rope)
+        _paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window, order, rope)
         return out
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
@@ -119,7 +117,7 @@ def paged_decode(
     window: int | None = None,
 ) -> None:
     """q [rows, at least heads * head_dim] (a view of qkv will do), rotated, its K and V already in the cache."""
-    _paged_decode(q, cache, tables, slots, lengths, out, spec, splits, window, None)
+    _paged_decode(q, cache, tables, slots, lengths, out, spec, splits, window, None, None)
 
 
 def _paged_decode(
@@ -132,6 +130,7 @@ def _paged_decode(
     spec: AttentionSpec,
     splits: int,
     window: int | None,
+    order: torch.Tensor | None,
     rope: _Rope | None,
 ) -> None:
     rows = q.shape[0]
@@ -150,6 +149,7 @@ def _paged_decode(
         tables,
         slots,
         lengths,
+        order if order is not None else slots,
         partial,
         log_sums,
         out,
@@ -168,6 +168,7 @@ def _paged_decode(
         group,
         splits == 1,
         window is not None,
+        order is not None,
         rope is not None,
         norm,
         3 if dim <= 128 else 2,

@@ -3,7 +3,8 @@
 Bytes: K and V of each sequence once, from the tile where its window begins. The grid has the KV head fastest, so that
 neighbouring programs read neighbouring memory. All query heads of a KV head share a program (padded to 16 rows for the
 tensor cores). The number of splits is fixed by the grid, the share of a split follows the length on the device: a graph
-captured at one length is right at any.
+captured at one length is right at any. Programs start in the order of the grid: `order` puts the longest sequences
+first, so that the last ones to end are short.
 
 `ROPE`: q, k, v come straight from the QKV product. The kernel norms and rotates them, writes the new token's K and V,
 and joins them from registers.
@@ -45,6 +46,7 @@ def _attend(
     tables,
     table_rows,
     lengths,
+    order,
     partial,
     log_sums,
     out,
@@ -63,6 +65,7 @@ def _attend(
     GP: tl.constexpr,
     FINAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
     ROPE: tl.constexpr,
     QK_NORM: tl.constexpr,
     STAGES: tl.constexpr,
@@ -73,6 +76,8 @@ def _attend(
     head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
+    if ORDERED:
+        seq = tl.load(order + seq)
     length = tl.load(lengths + seq)
     table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     first = 0

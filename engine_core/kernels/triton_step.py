@@ -24,8 +24,6 @@ def _begin(
     last_tokens,
     embedding,
     x,
-    positions,
-    slot_mapping,
     table_stride,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -33,15 +31,9 @@ def _begin(
 ):
     i = tl.program_id(0)
     slot = tl.load(slots + i)
-    position = tl.load(lengths + i) - 1
-    entry = tables + slot * table_stride + position // BLOCK_SIZE
     block = tl.load(new_blocks + i)
     if block >= 0:
-        tl.store(entry, block)
-    else:
-        block = tl.load(entry)
-    tl.store(positions + i, position)
-    tl.store(slot_mapping + i, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(tables + slot * table_stride + (tl.load(lengths + i) - 1) // BLOCK_SIZE, block)
     token = tl.load(last_tokens + slot).to(tl.int64)
     h = tl.arange(0, BLOCK)
     tl.store(x + i * H + h, tl.load(embedding + token * H + h, mask=h < H, other=0.0), mask=h < H)
@@ -55,15 +47,14 @@ def begin_step(
     last_tokens: torch.Tensor,
     embedding: torch.Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states [rows, hidden] of each slot's last token, its position and its KV slot (int32 [rows] each).
+) -> torch.Tensor:
+    """Hidden states [rows, hidden] of each slot's last token.
 
     slots, lengths (the new token included), new_blocks: int32 [rows]. A new block other than -1 is entered in the
     slot's block table.
     """
     rows, hidden = slots.shape[0], embedding.shape[1]
     x = torch.empty(rows, hidden, dtype=embedding.dtype, device=embedding.device)
-    positions, slot_mapping = torch.empty_like(slots), torch.empty_like(slots)
     _begin[(rows,)](
         slots,
         lengths,
@@ -72,15 +63,13 @@ def begin_step(
         last_tokens,
         embedding,
         x,
-        positions,
-        slot_mapping,
         tables.stride(0),
         hidden,
         triton.next_power_of_2(hidden),
         block_size,
         num_warps=4,
     )
-    return x, positions, slot_mapping
+    return x
 
 
 @triton.jit
