@@ -6,8 +6,8 @@
     h   = norm_gated(x)         RMSNorm, gate and up, SiLU * up
     x   = linear_add(h, x)      down projection, added to the residual
 
-One row, or two of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped for few rows, more to
-cuBLAS. `x` is the only state between stages.
+One row, or two of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped
+for few rows, more to cuBLAS. `x` is the only state between stages.
 """
 
 from __future__ import annotations
