@@ -6,7 +6,7 @@
     h   = norm_gated(x)         RMSNorm, gate and up, SiLU * up
     x   = linear_add(h, x)      down projection, added to the residual
 
-One row, or two of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped
+One row, or four of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped
 for few rows, more to cuBLAS. `x` is the only state between stages.
 """
 

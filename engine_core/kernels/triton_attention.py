@@ -173,7 +173,7 @@ def _paged_decode(
         norm,
         3 if dim <= 128 else 2,
         pdl,
-        num_warps=4,
+        num_warps=2,
         launch_pdl=pdl,
     )
     _merge(partial, log_sums, out, rows, splits, spec)

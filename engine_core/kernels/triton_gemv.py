@@ -124,8 +124,9 @@ def _gemv(
 
 
 def suits(rows: int, weight: torch.Tensor) -> bool:
-    """Whether this kernel is the fastest. In float32 nothing else is as exact and fast for two rows."""
-    return rows == 1 or (rows == 2 and (weight.shape[1] < 4096 or weight.dtype == torch.float32))
+    """Whether this kernel is the fastest: for one row always, for up to four where the rows of weights are short."""
+    n, k = weight.shape
+    return rows == 1 or (rows <= 4 and k < 4096 and (rows == 2 or n < 32768))
 
 
 class _Shape(NamedTuple):
@@ -142,9 +143,11 @@ def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape:
         return _Shape(1, 8, 16 if k >= 2048 else 2)
     if rows == 1:
         return _Shape(2, 1, 4) if k >= 4096 else _Shape(1, 8, 2 if k <= 1024 else 8)
-    if gated or k > 2048:
-        return _Shape(2, 1, 4)
-    return _Shape(2, 2, 2) if k <= 1024 else _Shape(1, 8, 8)
+    if rows == 2:
+        return _Shape(2, 1, 4) if gated or k > 2048 else _Shape(2, 2, 2) if k <= 1024 else _Shape(1, 8, 8)
+    if gated:
+        return _Shape(1, 2, 2)
+    return _Shape(4, 1, 2) if k <= 1024 else _Shape(2, 1, 8)
 
 
 def gemv(
