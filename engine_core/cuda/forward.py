@@ -1,10 +1,12 @@
-"""One forward pass of a dense decoder on the GPU in its fused stages, five a layer, whatever kernels do them:
+"""One forward pass of a decoder on the GPU in its fused stages, five a layer, whatever kernels do them:
 
     qkv = norm_linear(x)        RMSNorm and the QKV product
     a   = attend(qkv)           QK-norm, RoPE, the KV write, attention
     x   = linear_add(a, x)      output projection, added to the residual
     h   = norm_gated(x)         RMSNorm, gate and up, SiLU * up
     x   = linear_add(h, x)      down projection, added to the residual
+
+With a mixture of experts the last two are RMSNorm, the router and `triton_moe`, added to the residual.
 
 One row, or four of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped
 for few rows, more to cuBLAS. `x` is the only state between stages.
@@ -18,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine_core.kernels import triton_gemm, triton_gemv, triton_pointwise
+from engine_core.kernels import triton_gemm, triton_gemv, triton_moe, triton_pointwise
 from engine_core.layers.linear import DenseLinear
 from engine_core.layers.norm import RMSNorm
-from engine_core.models.llama import LlamaForCausalLM
+from engine_core.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]  # layer, qkv [rows, ...] -> [rows, heads * head_dim]
 
@@ -33,9 +35,42 @@ class FusedLayer:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     output: DenseLinear
-    mlp_norm: RMSNorm
+    mlp: FusedMLP | FusedMoE
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMLP:
+    norm: RMSNorm
     gate_up: DenseLinear
     down: DenseLinear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_add(norm_gated(x, self.norm, self.gate_up), self.down, x)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMoE:
+    norm: RMSNorm
+    router: DenseLinear
+    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]
+    down: torch.Tensor  # [experts, hidden, intermediate]
+    top_k: int
+    normalize: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = triton_pointwise.rms_norm(x, self.norm.weight, self.norm.eps)
+        ids, weights = triton_moe.route(linear_float32(y, self.router), self.top_k, self.normalize)
+        return triton_moe.experts(y, ids, weights, self.gate_up, self.down, x)
+
+
+def _mlp(layer: LlamaLayer) -> FusedMLP | FusedMoE:
+    norm, mlp = layer.post_attention_norm, layer.mlp
+    if isinstance(mlp, LlamaMLP):
+        return FusedMLP(norm, _dense(mlp.gate_up_proj), _dense(mlp.down_proj))
+    gate_up, down = mlp.experts.stacked_gate_up, mlp.experts.stacked_down
+    assert gate_up is not None
+    assert down is not None
+    return FusedMoE(norm, _dense(mlp.router), gate_up, down, mlp.top_k, mlp.normalize)
 
 
 def _dense(linear: object) -> DenseLinear:
@@ -55,9 +90,7 @@ class FusedModel:
                 getattr(getattr(layer.attention, "q_norm", None), "weight", None),
                 getattr(getattr(layer.attention, "k_norm", None), "weight", None),
                 _dense(layer.attention.o_proj),
-                layer.post_attention_norm,
-                _dense(layer.mlp.gate_up_proj),
-                _dense(layer.mlp.down_proj),
+                _mlp(layer),
             )
             for layer in model.layers
         ]
@@ -68,19 +101,14 @@ class FusedModel:
         for index, layer in enumerate(self.layers):
             qkv = norm_linear(x, layer.input_norm, layer.qkv)
             x = linear_add(attend(index, qkv), layer.output, x)
-            x = linear_add(norm_gated(x, layer.mlp_norm, layer.gate_up), layer.down, x)
+            x = layer.mlp(x)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]."""
-        rows = x.shape[0]
-        if triton_gemv.suits(rows, self.head.weight):
+        if triton_gemv.suits(x.shape[0], self.head.weight):
             return triton_gemv.gemv(x, self.head.weight, self.head.bias, norm=self.norm, dtype=torch.float32)
-        y = triton_pointwise.rms_norm(x, self.norm.weight, self.norm.eps)
-        if triton_gemm.suits(rows, self.head.weight):
-            return triton_gemm.gemm(y, self.head.weight, self.head.bias, dtype=torch.float32)
-        out = torch.mm(y, self.head.weight.t(), out_dtype=torch.float32)
-        return out if self.head.bias is None else out + self.head.bias
+        return linear_float32(triton_pointwise.rms_norm(x, self.norm.weight, self.norm.eps), self.head)
 
 
 def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: DenseLinear) -> torch.Tensor:
@@ -91,6 +119,17 @@ def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: DenseLinear) -> torch.Te
     if triton_gemm.suits(rows, linear.weight):
         return triton_gemm.gemm(y, linear.weight, linear.bias)
     return functional.linear(y, linear.weight, linear.bias)
+
+
+def linear_float32(x: torch.Tensor, linear: DenseLinear) -> torch.Tensor:
+    """Not rounded to the dtype of x."""
+    rows = x.shape[0]
+    if triton_gemv.suits(rows, linear.weight):
+        return triton_gemv.gemv(x, linear.weight, linear.bias, dtype=torch.float32)
+    if triton_gemm.suits(rows, linear.weight):
+        return triton_gemm.gemm(x, linear.weight, linear.bias, dtype=torch.float32)
+    out = torch.mm(x, linear.weight.t(), out_dtype=torch.float32)
+    return out if linear.bias is None else out + linear.bias
 
 
 def linear_add(x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor) -> torch.Tensor:

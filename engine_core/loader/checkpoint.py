@@ -9,9 +9,10 @@ import torch
 
 from engine_core.layers.embedding import DenseEmbedding, Embedding, QuantizedEmbedding
 from engine_core.layers.linear import Linear, WeightsMode, make_linear
+from engine_core.layers.moe import Experts
 from engine_core.layers.norm import RMSNorm
 from engine_core.loader.weights import QuantizedWeight, Weight, dense
-from engine_core.models.config import ModelConfig
+from engine_core.models.config import ModelConfig, MoEConfig
 from engine_core.plan import ProgressCallback
 
 
@@ -63,6 +64,21 @@ class ModelBuilder:
         parts = [self.checkpoint.take(f"{name}.weight", (out, in_features)) for name, out in sizes]
         biases = [self._vector(f"{name}.bias", out) for name, out in sizes] if bias else []
         return make_linear(parts, biases, mode=self.mode, dtype=self.dtype, device=self.device)
+
+    def router(self, name: str, num_experts: int) -> Linear:
+        """The matrix that chooses experts. Never quantized: it is small, and a wrong choice is a large error."""
+        weight = self.checkpoint.take(f"{name}.weight", (num_experts, self.config.hidden_size))
+        return make_linear([weight], dtype=self.dtype, device=self.device)
+
+    def experts(self, prefix: str, moe: MoEConfig) -> Experts:
+        """The gated MLPs `prefix`.0, `prefix`.1 and so on; on a GPU in one piece."""
+        hidden, size = self.config.hidden_size, moe.intermediate_size
+        gate_up: list[Linear] = []
+        down: list[Linear] = []
+        for name in (f"{prefix}.{index}" for index in range(moe.num_experts)):
+            gate_up.append(self.linear([f"{name}.gate_proj", f"{name}.up_proj"], hidden, (size, size)))
+            down.append(self.linear([f"{name}.down_proj"], size, (hidden,)))
+        return Experts(gate_up, down) if self.device.type == "cpu" else Experts.stack(gate_up, down)
 
     def norm(self, name: str, size: int) -> RMSNorm:
         weight = self._vector(f"{name}.weight", size).to(self.device, self.dtype)

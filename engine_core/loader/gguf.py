@@ -15,13 +15,19 @@ from engine_core.loader.gguf_file import GGUFFile, TensorInfo
 from engine_core.loader.weights import QuantizedWeight, Weight
 from engine_core.models.config import (
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     check_num_layers,
     layer_windows,
     yarn_attention_factor,
 )
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 FIRST_LAYERS_FULL = ("qwen2", "qwen3")  # their windows are of some layers only
 DENSE = {GGML.F32: torch.float32, GGML.F16: torch.float16, GGML.BF16: torch.bfloat16}
 QUANTIZED = (
@@ -45,7 +51,9 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+EXPERT_WEIGHT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 LAYER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -64,13 +72,16 @@ class GGUFCheckpoint:
         info = self.file.tensors.get(gguf_name(name))
         if info is None:
             raise UserError(f"{self.file.path}: tensor {gguf_name(name)} is missing")
+        expert = EXPERT_WEIGHT.fullmatch(name)
+        if expert is not None and self.config.moe is not None:
+            shape = (self.config.moe.num_experts, *shape)
         if info.shape != shape:
             raise UserError(
                 f"{self.file.path}: tensor {info.name} has shape {list(info.shape)}, but the metadata asks for "
                 f"{list(shape)}"
             )
         self._taken.add(info.name)
-        weight = self._read(info)
+        weight = self._read(info, None if expert is None else int(expert[2]))
         if self._interleaved and ".self_attn.q_proj." in name:
             return _deinterleave(weight, self.config.num_heads)
         if self._interleaved and ".self_attn.k_proj." in name:
@@ -83,26 +94,32 @@ class GGUFCheckpoint:
     def unused(self) -> list[str]:
         return sorted(set(self.file.tensors) - self._taken)
 
-    def _read(self, info: TensorInfo) -> Weight:
-        data = self.file.bytes_of(info)
+    def _read(self, info: TensorInfo, index: int | None) -> Weight:
+        """A tensor, or entry `index` of a stack of matrices."""
+        data, shape = self.file.bytes_of(info), info.shape
+        if index is not None:
+            data, shape = data.reshape(shape[0], -1)[index], shape[1:]
         if info.ggml_type in DENSE:
             # A copy: torch has no read-only tensors, and the file's alignment need not suit it.
             values = torch.frombuffer(bytearray(data), dtype=DENSE[info.ggml_type])
-            return values.view(info.shape)
-        if info.ggml_type not in QUANTIZED or len(info.shape) != 2:
+            return values.view(shape)
+        if info.ggml_type not in QUANTIZED or len(shape) != 2:
             kinds = ", ".join(kind.name for kind in (*DENSE, *QUANTIZED))
             raise UserError(
                 f"{self.file.path}: tensor {info.name} is of type {info.ggml_type.name}, which is not supported; "
                 f"supported are {kinds}"
             )
-        rows, columns = info.shape
+        rows, columns = shape
         return QuantizedWeight(info.ggml_type, (rows, columns), np.asarray(data).reshape(rows, -1))
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a weight known by its Hugging Face name."""
+    """The GGUF name of a weight known by its Hugging Face name; of an expert's, the stack that holds it."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
+    expert = EXPERT_WEIGHT.fullmatch(name)
+    if expert is not None:
+        return f"blk.{expert[1]}.ffn_{expert[3]}_exps.weight"
     match = LAYER_WEIGHT.fullmatch(name)
     return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}" if match else name
 
@@ -148,6 +165,7 @@ def config_of(file: GGUFFile) -> ModelConfig:
         dtype="float32" if embedding.ggml_type == GGML.F32 else "float16",
         eos_token_ids=frozenset(int(token) for token in eos if isinstance(token, int)),
         windows=_windows(get, num_layers, max_position),
+        moe=_moe(get, num_layers) if name == "qwen3moe" else None,
     )
 
 
@@ -181,7 +199,7 @@ class _Metadata:
 def _refuse_unsupported(file: GGUFFile, get: _Metadata) -> None:
     if file.metadata.get("split.count") not in (None, 0, 1):
         raise UserError(f"{file.path} is one of {file.metadata['split.count']} parts; join them with llama-gguf-split")
-    if get.optional("expert_count"):
+    if get.optional("expert_count") and get.prefix != "qwen3moe":
         raise UserError(f"{file.path}: {get.prefix}.expert_count {get.optional('expert_count')} is not supported")
     heads = max(get.integer("attention.head_count"), 1)  # ModelConfig says what is wrong with 0
     head_dim = get.integer("attention.key_length", get.integer("embedding_length") // heads)
@@ -190,6 +208,16 @@ def _refuse_unsupported(file: GGUFFile, get: _Metadata) -> None:
             raise UserError(
                 f"{file.path}: {get.prefix}.{key} {get.optional(key)} differs from the head size {head_dim}"
             )
+
+
+def _moe(get: _Metadata, num_layers: int) -> MoEConfig:
+    return MoEConfig(
+        num_experts=get.integer("expert_count"),
+        experts_per_token=get.integer("expert_used_count"),
+        intermediate_size=get.integer("expert_feed_forward_length"),
+        normalize=True,  # llama.cpp takes it for granted
+        layers=frozenset(range(num_layers)),
+    )
 
 
 def _windows(get: _Metadata, num_layers: int, max_position: int) -> tuple[int | None, ...]:

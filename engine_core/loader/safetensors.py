@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from engine_core.loader.weights import Weight
 from engine_core.models.config import ModelConfig, from_hf, token_ids
 from engine_core.models.registry import model_class
 
+EXPERT_WEIGHT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -39,6 +41,9 @@ class SafetensorsCheckpoint:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name not in self._files:
+            expert = EXPERT_WEIGHT.fullmatch(name)
+            if expert is not None and f"{expert[1]}.down_proj" in self._files:
+                return self._take_expert(expert[1], int(expert[2]), expert[3], shape)
             raise UserError(f"{self.directory}: weight {name} is missing; the download may be incomplete")
         file = self._files[name]
         self._taken.add(name)
@@ -51,8 +56,34 @@ class SafetensorsCheckpoint:
                 f"{self.directory / file}: weight {name} has shape {list(tensor.shape)}, but config.json asks for "
                 f"{list(shape)}"
             )
+        return self._checked(tensor, name)
+
+    def _take_expert(self, prefix: str, index: int, part: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One expert's matrix out of the stacks [experts, 2 * intermediate, hidden] of gate above up and [experts,
+        hidden, intermediate] of down, as transformers keeps them in memory and may save them."""
+        assert self.config.moe is not None
+        name = f"{prefix}.down_proj" if part == "down" else f"{prefix}.gate_up_proj"
+        rows = shape[0] if part == "down" else 2 * shape[0]
+        first = shape[0] if part == "up" else 0
+        if name not in self._files:
+            raise UserError(f"{self.directory}: weight {name} is missing; the download may be incomplete")
+        file = self._files[name]
+        self._taken.add(name)
+        try:
+            stack = self._reader(file).get_slice(name)
+            stored, expected = list(stack.get_shape()), [self.config.moe.num_experts, rows, *shape[1:]]
+            if stored != expected:
+                raise UserError(
+                    f"{self.directory / file}: weight {name} has shape {stored}, but config.json asks for {expected}"
+                )
+            return self._checked(stack[index, first : first + shape[0]], name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.directory / file} cannot be read ({error}); download it again") from error
+
+    def _checked(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UserError(f"{self.directory / file}: weight {name} is of type {tensor.dtype}, which is not supported")
+            path = self.directory / self._files[name]
+            raise UserError(f"{path}: weight {name} is of type {tensor.dtype}, which is not supported")
         return tensor
 
     def optional(self, name: str, shape: tuple[int, ...]) -> Weight | None:

@@ -19,7 +19,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 10_000
 ALWAYS_SLIDES = ("MistralForCausalLM",)  # sliding_window counts without use_sliding_window
 FIRST_LAYERS_FULL = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # max_window_layers counts
-MAY_SLIDE = (*FIRST_LAYERS_FULL, "Qwen3MoeForCausalLM")
+MOE = "Qwen3MoeForCausalLM"
+MAY_SLIDE = (*FIRST_LAYERS_FULL, MOE)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -40,8 +41,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A mixture of experts in place of the MLPs of `layers`."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalize: bool  # whether the weights of a token's experts are scaled to sum to one
+    layers: frozenset[int]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts or self.intermediate_size < 1:
+            raise UserError(
+                f"the model's {self.experts_per_token} of {self.num_experts} experts of size {self.intermediate_size} "
+                "for each token make no sense"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder-only transformer with RMSNorm, rotary embedding and SiLU-gated MLPs."""
+    """A decoder-only transformer with RMSNorm, rotary embedding and SiLU-gated MLPs."""
 
     architecture: str
     vocab_size: int
@@ -62,6 +81,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     # Per layer how many tokens each one attends to, itself included; None is all before it. Empty: all, in every layer.
     windows: tuple[int | None, ...] = ()
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -108,6 +128,7 @@ def from_hf(config: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset
         dtype=_hf_dtype(config),
         eos_token_ids=eos_token_ids | token_ids(config.get("eos_token_id")),
         windows=_hf_windows(config, architecture, num_layers, max_position),
+        moe=_hf_moe(config, num_layers) if architecture == MOE else None,
     )
 
 
@@ -146,8 +167,8 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
         method = _object(config, "quantization_config").get("quant_method", "unknown")
         raise UserError(f"config.json: weights quantized with {method!r} are not supported; use a GGUF file instead")
     for name in ("num_experts", "num_local_experts"):
-        if config.get(name):
-            raise UserError(f"config.json: {name} {config[name]} (a mixture of experts) is not supported")
+        if config.get(name) and architecture != MOE:
+            raise UserError(f"config.json: {name} {config[name]} (a mixture of experts) is not part of {architecture}")
 
 
 def _hf_windows(
@@ -178,6 +199,27 @@ def _sliding_layers(config: Mapping[str, Any], architecture: str, num_layers: in
     # Of Qwen2's and Qwen3's layers the first ones see everything.
     full = _int(config, "max_window_layers", 28) if in_use and architecture in FIRST_LAYERS_FULL else 0
     return [in_use and layer >= full for layer in range(num_layers)]
+
+
+def _hf_moe(config: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
+    """None if no layer has experts."""
+    dense, step = config.get("mlp_only_layers") or [], _int(config, "decoder_sparse_step", 1)
+    if not isinstance(dense, list) or step < 1:
+        raise UserError(
+            f"config.json: mlp_only_layers {dense!r} must be a list and decoder_sparse_step {step} at least 1"
+        )
+    layers = frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    # transformers writes num_experts under its newer name.
+    count = _int(config, "num_experts", _int(config, "num_local_experts", 0))
+    if count == 0 or not layers:
+        return None
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_int(config, "num_experts_per_tok"),
+        intermediate_size=_int(config, "moe_intermediate_size"),
+        normalize=bool(config.get("norm_topk_prob", False)),
+        layers=layers,
+    )
 
 
 def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:

@@ -7,6 +7,7 @@ import torch
 from engine_core.attention.base import Attention
 from engine_core.batch import ForwardBatch
 from engine_core.layers.activation import silu_and_mul
+from engine_core.layers.moe import SparseMoE
 from engine_core.layers.rope import RotaryEmbedding, rotate
 from engine_core.loader.checkpoint import ModelBuilder
 
@@ -58,7 +59,10 @@ class LlamaLayer:
         self.input_norm = build.norm(f"{prefix}.input_layernorm", hidden)
         self.attention = self.attention_class(build, layer, f"{prefix}.self_attn")
         self.post_attention_norm = build.norm(f"{prefix}.post_attention_layernorm", hidden)
-        self.mlp = LlamaMLP(build, f"{prefix}.mlp")
+        self.mlp = self.make_mlp(build, layer, f"{prefix}.mlp")
+
+    def make_mlp(self, build: ModelBuilder, layer: int, prefix: str) -> LlamaMLP | SparseMoE:
+        return LlamaMLP(build, prefix)
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 Extra = Callable[[gguf.GGUFWriter], None]
 
@@ -46,12 +47,12 @@ def raw_blocks(values: np.ndarray[Any, Any], kind: GGML, rng: np.random.Generato
     if kind not in K_SCALES:
         return quants.quantize(values, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    rows, columns = values.shape
-    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    shape = (*values.shape[:-1], values.shape[-1] // block)
+    data = rng.integers(0, 256, (*shape, size), dtype=np.uint8)
     for offset, scale in K_SCALES[kind]:
-        scales = (scale * rng.uniform(0.5, 1.0, (rows, columns // block, 1))).astype(np.float16)
-        data[:, :, offset : offset + 2] = scales.view(np.uint8)
-    return data.reshape(rows, -1)
+        scales = (scale * rng.uniform(0.5, 1.0, (*shape, 1))).astype(np.float16)
+        data[..., offset : offset + 2] = scales.view(np.uint8)
+    return data.reshape(*values.shape[:-1], -1)
 
 
 def write_gguf(
@@ -83,14 +84,19 @@ def write_gguf(
         "rope.freq_base": c.rope_parameters["rope_theta"],
         **(metadata or {}),
     }
+    if architecture == "qwen3moe":
+        entries |= {
+            "expert_count": c.num_experts,
+            "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size,
+        }
     for key, value in entries.items():
         if value is not None:
             _add(writer, f"{architecture}.{key}", value)
     writer.add_eos_token_id(7)
     writer.add_token_list([f"token {i}" for i in range(c.vocab_size)])
     rng = np.random.default_rng(0)
-    state = dict(model.state_dict())
-    for name, tensor in state.items():
+    for name, tensor in _tensors(model):
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         values, gguf_name = tensor.numpy(), translate(name)
@@ -98,7 +104,7 @@ def write_gguf(
         permuted = architecture == "llama" and "self_attn" in name and heads is not None
         if permuted:
             values = interleave(values, heads)
-        kind = kind_of(gguf_name) if values.ndim == 2 else GGML.F32
+        kind = kind_of(gguf_name) if values.ndim > 1 and "ffn_gate_inp" not in gguf_name else GGML.F32
         data = raw_blocks(values, kind, rng)
         writer.add_tensor(gguf_name, data, raw_dtype=kind)
         values = quants.dequantize(data, kind).reshape(values.shape)
@@ -112,11 +118,25 @@ def write_gguf(
     writer.close()
 
 
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's own weights, by name; stacks of experts' gate above up as the two halves they are."""
+    for name, tensor in model.state_dict().items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            gate, up = tensor.chunk(2, 1)
+            yield f"{stem}.gate_proj.weight", gate
+            yield f"{stem}.up_proj.weight", up
+        else:
+            yield f"{name}.weight" if stem.endswith("experts") else name, tensor
+
+
 def translate(name: str) -> str:
     stem, _, ending = name.rpartition(".")
     if stem in NAMES:
         return f"{NAMES[stem]}.{ending}"
     _, _, layer, rest = stem.split(".", 3)
+    if rest.startswith("mlp.experts."):
+        return f"blk.{layer}.{NAMES[rest.replace('experts.', '')]}_exps.{ending}"
     return f"blk.{layer}.{NAMES[rest]}.{ending}"
 
 

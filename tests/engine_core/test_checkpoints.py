@@ -55,6 +55,29 @@ def test_a_tied_head_stored_all_the_same(tmp_path: Path) -> None:
     check_logits(tmp_path, model)
 
 
+def test_experts_in_stacks(tmp_path: Path) -> None:
+    """As transformers holds them in memory, and saves them if told to."""
+    model = save_model(tmp_path / "each", "qwen3-moe")
+    model.save_pretrained(tmp_path / "stacks", save_original_format=False)
+    name = "model.layers.2.mlp.experts"
+    assert f"{name}.7.up_proj.weight" in load_file(tmp_path / "each" / "model.safetensors")
+    weights = load_file(tmp_path / "stacks" / "model.safetensors")
+    assert weights[f"{name}.gate_up_proj"].shape == (8, 128, 96)
+    check_logits(tmp_path / "stacks", model)
+    change_config(tmp_path / "stacks", moe_intermediate_size=32)
+    with pytest.raises(UserError, match=r"experts.gate_up_proj has shape \[8, 128, 96\], .* asks for \[8, 64, 96\]"):
+        load(tmp_path / "stacks")
+
+
+def test_experts_in_int8_are_close(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "qwen3-moe")
+    ids = [random.Random(3).randrange(320) for _ in range(40)]
+    request = scattered_requests([ids], 16, 1024, random.Random(1))[0]
+    logits = step_logits(load(tmp_path, weights="int8"), [(request, 0, 40)])[0]
+    expected = reference_logits(model, ids)
+    assert (logits - expected).square().mean().sqrt() < 0.02 * expected.std()
+
+
 def test_eos_ids_of_both_configs(tmp_path: Path) -> None:
     save_model(tmp_path, "llama", eos_token_id=[3, 5])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
@@ -92,6 +115,8 @@ def test_config_that_is_not_supported_is_named(changes: dict[str, Any], message:
         load(tmp_path)
 
 
+MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+MOE |= {"moe_intermediate_size": 64}
 BOTH = ["full_attention", "sliding_attention", "full_attention"]
 
 
@@ -138,17 +163,49 @@ def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message
         from_hf(BASE | {"architectures": ["MistralForCausalLM"]} | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, {0, 1, 2}),
+        ({"num_local_experts": 8, "num_experts": None}, {0, 1, 2}),
+        ({"mlp_only_layers": [1]}, {0, 2}),
+        ({"decoder_sparse_step": 2}, {1}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, None),
+        ({"num_experts": 0}, None),
+    ],
+)
+def test_layers_with_experts(changes: dict[str, Any], layers: set[int] | None) -> None:
+    moe = from_hf(BASE | MOE | changes).moe
+    assert (moe and moe.layers) == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok must be an integer"),
+        ({"moe_intermediate_size": 0}, "experts of size 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers 3"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_hf(BASE | MOE | changes)
+
+
 def test_any_config_loads_or_is_refused() -> None:
     """Odd values in any field raise nothing but `UserError`."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
     fields = [*BASE, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types"]
-    fields += ["sliding_window", "use_sliding_window", "max_window_layers"]
+    fields += ["sliding_window", "use_sliding_window", "max_window_layers", *MOE, "decoder_sparse_step"]
+    fields += ["mlp_only_layers", "num_local_experts"]
     fields += ["tie_word_embeddings", "torch_dtype", "eos_token_id", "quantization_config"]
     odd = [None, -1, 0, 1, 1.5, "x", "", [], [1], ["a"], {}, {"rope_type": "yarn"}, True, float("nan"), 10**30]
     odd += [{"type": "linear", "factor": "2"}, {"rope_type": "yarn", "factor": 0}, {"rope_type": "llama3", "factor": 1}]
-    names = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    names = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
     for _ in range(4000):
         config = (
             BASE

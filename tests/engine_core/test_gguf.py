@@ -86,6 +86,7 @@ def test_mixed_types_in_one_layer(tmp_path: Path) -> None:
         ("llama-tied", "llama"),
         ("qwen2", "qwen2"),
         ("qwen3", "qwen3"),
+        ("qwen3-moe", "qwen3moe"),
     ],
 )
 def test_every_family(family: str, architecture: str, tmp_path: Path) -> None:
@@ -147,6 +148,14 @@ def test_llama3(kind: GGML, family: str, tmp_path: Path) -> None:
     check_logits(tmp_path / "model.gguf", model, length=300)
 
 
+@pytest.mark.parametrize("kind", [GGML.F16, GGML.Q8_0, GGML.Q4_0, GGML.Q6_K], ids=lambda kind: kind.name)
+def test_experts(kind: GGML, tmp_path: Path) -> None:
+    """llama.cpp stores an expert's matrix as a part of a tensor of three dimensions."""
+    model = make_model("qwen3-moe", **WIDE | {"moe_intermediate_size": 256, "head_dim": 64})
+    write_gguf(tmp_path / "model.gguf", model, "qwen3moe", lambda name: kind)
+    check_logits(tmp_path / "model.gguf", model)
+
+
 def test_smollm2_equals_transformers(smollm2_path: Path, smollm2_reference: LlamaForCausalLM) -> None:
     rng = random.Random(5)
     ids = [rng.randrange(49152) for _ in range(150)]
@@ -202,7 +211,7 @@ def test_metadata_that_is_not_supported_is_named(metadata: dict[str, Any], messa
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", make_model("llama"), "gemma3")
-    with pytest.raises(UserError, match=r"'gemma3'.*llama, qwen2, qwen3"):
+    with pytest.raises(UserError, match=r"'gemma3'.*llama, qwen2, qwen3, qwen3moe"):
         open_checkpoint(str(tmp_path / "model.gguf"))
 
 

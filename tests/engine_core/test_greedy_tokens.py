@@ -95,7 +95,7 @@ def random_prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(320) for _ in range(length)] for length in lengths]
 
 
-@pytest.fixture(scope="module", params=["smollm2", "qwen2", "qwen3", "mistral-window", "qwen2-window"])
+@pytest.fixture(scope="module", params=["smollm2", "qwen2", "qwen3", "mistral-window", "qwen2-window", "qwen3-moe"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     if request.param == "smollm2":
         path: Path = request.getfixturevalue("smollm2_path")

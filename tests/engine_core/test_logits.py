@@ -57,7 +57,7 @@ def test_full_prefill_chunks_and_decode(
 @pytest.mark.parametrize(
     ("attention", "block_size"), [("torch", 1), ("torch", 3), ("torch", 16), ("cpu", 16), ("cpu", 64)]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window", "qwen3-moe"])
 def test_random_mixes_of_chunks_and_decodes(
     family: str, attention: str, block_size: int, tmp_path: Path, rng: random.Random
 ) -> None:

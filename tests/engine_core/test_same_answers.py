@@ -91,7 +91,7 @@ def answers(engine: Engine, requests: Iterable[Generate]) -> dict[int, Answer]:
     return got
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral-window"])
+@pytest.fixture(scope="module", params=["qwen3", "mistral-window", "qwen3-moe"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, ModelFacts]:
     folder = tmp_path_factory.mktemp(request.param)
     save_model(folder, request.param)

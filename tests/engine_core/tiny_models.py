@@ -27,6 +27,7 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # Family -> transformers' class prefix and what differs from the common shape below.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -42,6 +43,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-window": (
         "Qwen3",
         {"head_dim": 32, "use_sliding_window": True, "sliding_window": 5, "layer_types": ALTERNATING},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (  # layers with and without experts, sizes that no kernel likes, windows
+        "Qwen3Moe",
+        {**MOE, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": False}
+        | {"decoder_sparse_step": 2, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 20},
     ),
     "qwen3-biased": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
@@ -83,7 +90,8 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            # Routers choose clearly: where two experts are as good, rounding would decide.
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "mlp.gate." in name else 0.1)
     return model
 
 

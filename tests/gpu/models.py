@@ -26,10 +26,12 @@ BLOCK_SIZE = 16
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 384, "intermediate_size": 640},  # 6 heads of 64, 2 KV heads
     "llama-biased": {"hidden_size": 384, "intermediate_size": 640},
-    "mistral-window": {"hidden_size": 384, "intermediate_size": 640},
-    "qwen2-window": {"hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 8},
+    "mistral-window": {"hidden_size": 384, "intermediate_size": 640, "sliding_window": 70},
+    "qwen2-window": {"hidden_size": 384, "intermediate_size": 640},
     "qwen2": {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4},
+    "qwen3-moe": {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 64},
+    "qwen3-moe-mixed": {"hidden_size": 256, "num_experts": 12, "num_experts_per_tok": 4, "head_dim": 64},
 }
 LONG = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 
@@ -39,7 +41,7 @@ def save_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreT
     model = make_model(family, seed, **{**SHAPES.get(family, {}), **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
+            if "norm" not in name and "mlp.gate." not in name:  # routers go on choosing clearly
                 parameter.mul_(0.5)  # at these widths: activations keep their size from layer to layer
             parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)

@@ -55,6 +55,14 @@ def test_one_batch_as_on_the_cpu(budget: int, model: Path, prompts: list[list[in
     assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
 
 
+@pytest.mark.parametrize("family", ["mistral-window", "qwen3-moe"])
+def test_windows_and_experts_as_on_the_cpu(family: str, tmp_path: Path, prompts: list[list[int]]) -> None:
+    save_model(tmp_path, family)
+    jobs = [(ids, GREEDY) for ids in prompts]
+    on_gpu, on_cpu = (generate(engine(tmp_path, device=device), jobs) for device in ("cuda", "cpu"))
+    assert tokens(on_gpu) == tokens(on_cpu)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flag", ["overlap", "cuda_graphs"])
 def test_overlap_and_graphs_change_no_token(flag: str, dtype: str, model: Path, prompts: list[list[int]]) -> None:

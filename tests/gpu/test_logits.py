@@ -2,6 +2,7 @@
 
 Stated bounds: in float32 1e-3 of absolute difference; in bfloat16 3 % of the largest logit for any one logit and 1.5 %
 of their spread in the mean square. The weights are bfloat16 values, so the latter is the arithmetic's error alone.
+For a mixture of experts twice as much: its router turns a small error into other weights, at times into another expert.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def reference(model: PreTrainedModel, ids: list[int], keep: int) -> torch.Tensor
     return model(given, logits_to_keep=keep, use_cache=False).logits[0].float().cpu()
 
 
-def check(actual: torch.Tensor, expected: torch.Tensor, dtype: str, what: str) -> None:
+def check(actual: torch.Tensor, expected: torch.Tensor, dtype: str, what: str, times: int = 1) -> None:
     difference = actual - expected
     largest = float(difference.abs().max())
     relative = float(difference.square().mean().sqrt() / expected.std())
@@ -39,8 +40,8 @@ def check(actual: torch.Tensor, expected: torch.Tensor, dtype: str, what: str) -
     if dtype == "float32":
         assert largest < 1e-3
     else:
-        assert largest < 0.03 * float(expected.abs().max())
-        assert relative < 0.015
+        assert largest < times * 0.03 * float(expected.abs().max())
+        assert relative < times * 0.015
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -64,7 +65,8 @@ def test_every_kind_of_step(family: str, dtype: str, tmp_path: Path) -> None:
         parts = [torch.stack([forced.prefill(request, stop, chunk) for request in requests])]
         parts += [forced.decode(requests, stop), forced.decode(requests, stop + 1)]
         expected = torch.stack([reference(model, ids, 3) for ids in prompts], 1)
-        check(torch.stack(parts), expected, dtype, f"{family} {size} x {stop} in {chunk}")
+        what = f"{family} {size} x {stop} in {chunk}"
+        check(torch.stack(parts), expected, dtype, what, times=2 if "moe" in family else 1)
         for request in requests:
             forced.drop(request)
 
