@@ -39,6 +39,7 @@ from engine_core.kernels.triton_survey import Survey
 
 COLLECTED = 512  # tokens ranked against one another
 BLOCK = 4096  # tokens read at once by the program that cuts
+WARPS = 16
 HALVINGS = tl.constexpr(12)  # of the range of the groups' maxima
 PIVOTS = tl.constexpr(8)
 NO_ID = tl.constexpr(2147483647)
@@ -110,24 +111,25 @@ def _head(
     All tokens of that head are at or above `low`. In the search, the tokens from `high` on weigh `above`, which is
     less than `target`; the cut is in [low, high).
     """
-    weights = _weight(group_tops, 0, top, inverse, threshold, -1, MASS)
-    if tl.sum(tl.where(group_tops >= low, weights, 0.0), 0) >= target:
-        over = top
-        for _ in range(HALVINGS):
-            middle = low * 0.5 + over * 0.5
-            if tl.sum(tl.where(group_tops >= middle, weights, 0.0), 0) >= target:
-                low = middle
-            else:
-                over = middle
+    if tl.sum((group_tops >= low).to(tl.int32), 0) * GROUP > BLOCK:  # fewer are read at once anyway
+        weights = _weight(group_tops, 0, top, inverse, threshold, -1, MASS)
+        if tl.sum(tl.where(group_tops >= low, weights, 0.0), 0) >= target:
+            over = top
+            for _ in range(HALVINGS):
+                middle = low * 0.5 + over * 0.5
+                if tl.sum(tl.where(group_tops >= middle, weights, 0.0), 0) >= target:
+                    low = middle
+                else:
+                    over = middle
     high = float("inf")
     above = 0.0
-    from_low = 2.0 * target  # what the tokens from `low` on weigh: a guess, until it has been measured
     block = tl.arange(0, BLOCK)
     step = tl.arange(0, PIVOTS)
-    # The whole interval in equal parts, and more closely where a straight line would have the cut.
-    even = (step % 4).to(tl.float32) * 0.25
-    odd = step % 2 * 2 - 1
-    near = odd.to(tl.float32) * tl.where(step < 6, 1.0 / 256.0, 1.0 / 24.0)
+    # Where in the interval: evenly, both ends with it; from the second time on a few, so that it halves in any case,
+    # and the others close to where a straight line has the cut.
+    share = step.to(tl.float32) * (1.0 / (PIVOTS - 1))
+    few = tl.where(step == 3, 1.0, step.to(tl.float32) * 0.25)
+    near = (step % 2 * 2 - 1).to(tl.float32) * tl.where(step < 6, 1.0 / 128.0, 1.0 / 16.0)
     collected = COLLECTED + 1
     search = True
     while search:
@@ -145,8 +147,6 @@ def _head(
             start += BLOCK
         search = collected > COLLECTED
         if search:
-            line = (from_low - target) / (from_low - above)
-            share = tl.where(step < 4, even, tl.minimum(tl.maximum(line + near, 0.0), 1.0))
             end = tl.minimum(high, top)
             pivots = tl.minimum(tl.maximum(low * (1.0 - share) + end * share, low), end)
             weighed = tl.zeros((BLOCK, PIVOTS), tl.float32)
@@ -158,8 +158,10 @@ def _head(
             reach = sums >= target
             new_low = tl.maximum(tl.max(tl.where(reach, pivots, float("-inf")), 0), low)
             new_high = tl.minimum(tl.min(tl.where(reach, float("inf"), pivots), 0), high)
-            from_low = tl.min(tl.where(reach, sums, float("inf")), 0)
+            from_low = tl.min(tl.where(reach, sums, 3e38), 0)
             above = tl.maximum(tl.max(tl.where(reach, 0.0, sums), 0), above)
+            line = (from_low - target) / tl.maximum(from_low - above, 1e-30)
+            share = tl.where(step < 4, few, tl.minimum(tl.maximum(line + near, 0.0), 1.0))
             search = (new_low > low) | (new_high < high)
             low = new_low
             high = new_high
@@ -169,9 +171,8 @@ def _head(
         v = tl.load(values + i, mask=i < collected, other=float("-inf"))
         at = tl.load(ids + i, mask=i < collected, other=NO_ID)
         before = tl.zeros((COLLECTED,), tl.float32)
-        few = tl.arange(0, 16)
         for begin in range(0, collected, 16):
-            j = begin + few
+            j = begin + tl.arange(0, 16)
             other = tl.load(values + j, mask=j < collected, other=float("-inf"))
             other_at = tl.load(ids + j, mask=j < collected, other=NO_ID)
             weight = _weight(other, other_at, top, inverse, threshold, last, MASS)
@@ -309,7 +310,7 @@ def cut(logits: torch.Tensor, edited: torch.Tensor, slots: torch.Tensor, setting
         COLLECTED,
         BLOCK,
         pdl,
-        num_warps=16,
+        num_warps=WARPS,
         launch_pdl=pdl,
     )
     return Cut(thresholds, last_ids)

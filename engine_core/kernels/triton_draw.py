@@ -30,6 +30,7 @@ from engine_core.kernels.triton_slots import (
 )
 
 BAD, MASKED = -1, -2  # in place of a token: NaN or +inf among the logits; no token is allowed
+TILE = 1024
 MOST_SEEN = tl.constexpr(32765)  # `seen` is int16 and goes up by 2: counts end at 16,382
 
 
@@ -48,7 +49,7 @@ def _draw_part(
     V,
     per,
     G,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     PARTS: tl.constexpr,
     RANDOM: tl.constexpr,
     EDITS: tl.constexpr,
@@ -78,38 +79,39 @@ def _draw_part(
         if cut:
             threshold = tl.load(thresholds + row)
             last = tl.load(last_ids + row)
-    n = tl.arange(0, BLOCK)
-    value = tl.full((BLOCK,), float("-inf"), tl.float32)
-    index = tl.zeros((BLOCK,), tl.int32)
-    bad = tl.zeros((BLOCK,), tl.int32)
+    LANES: tl.constexpr = TILE // 4
+    lane = tl.arange(0, LANES)
+    value = tl.full((LANES,), float("-inf"), tl.float32)
+    index = tl.zeros((LANES,), tl.int32)
+    bad = tl.zeros((LANES,), tl.int32)
     stop = tl.minimum((part + 1) * per, V)
-    for start in range(part * per, stop, BLOCK):
+    for start in range(part * per, stop, TILE):
         reach = True
         if TRUNCATES:
             if cut:  # most tiles hold no token that is kept: the survey knows
-                group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+                group = start // GROUP + tl.arange(0, TILE // GROUP)
                 tops = tl.load(groups + row * G + group, mask=group < G, other=float("-inf"))
                 reach = tl.max(tops, 0) >= threshold
         if reach:
-            at = start + n
-            v = tl.load(base + at, mask=at < stop, other=float("-inf")).to(tl.float32)
-            bad = bad | cannot_be_sampled(v).to(tl.int32)
             if RANDOM:
-                kept = is_kept(v, at, threshold, last)
-                if temperature > 0:
-                    u0, _, _, _ = tl.philox(
-                        seed,
-                        at.to(tl.uint32),
-                        position.to(tl.uint32) + tl.zeros_like(at).to(tl.uint32),
-                        at.to(tl.uint32) * 0,
-                        at.to(tl.uint32) * 0,
-                    )
-                    u = ((u0 >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
-                    v = v / temperature - tl.log(-tl.log(u))
-                    v = tl.where(kept, v, float("-inf"))
-            better = v > value
-            value = tl.where(better, v, value)
-            index = tl.where(better, at, index)
+                counter = (start // 4 + lane).to(tl.uint32)
+                zero = counter * 0
+                u = (zero, zero, zero, zero)
+                if temperature > 0:  # four numbers at a time, one for each quarter of the tile
+                    u = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
+            for quarter in tl.static_range(4):
+                at = start + quarter * LANES + lane
+                v = tl.load(base + at, mask=at < stop, other=float("-inf")).to(tl.float32)
+                bad = bad | cannot_be_sampled(v).to(tl.int32)
+                if RANDOM:
+                    if temperature > 0:
+                        kept = is_kept(v, at, threshold, last)
+                        uniform = ((u[quarter] >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
+                        v = v / temperature - tl.log(-tl.log(uniform))
+                        v = tl.where(kept, v, float("-inf"))
+                better = v > value
+                value = tl.where(better, v, value)
+                index = tl.where(better, at, index)
     top = tl.max(value, 0)
     # of equal values the lowest index, as torch.argmax and a plain loop do
     winner = tl.min(tl.where(value == top, index, 2147483647), 0)
@@ -192,7 +194,7 @@ def draw(
     best_index = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     pdl = chained(logits.device)
     groups = triton.cdiv(vocabulary, GROUP.value)
-    per = triton.cdiv(groups, parts) * GROUP.value
+    per = triton.cdiv(triton.cdiv(vocabulary, TILE), parts) * TILE  # whole tiles: a token's noise is a matter of its id
     unused = logits
     _draw_part[(rows, parts)](
         logits,
@@ -208,7 +210,7 @@ def draw(
         vocabulary,
         per,
         groups,
-        1024,
+        TILE,
         parts,
         settings is not None,
         edits is not None,

@@ -14,11 +14,11 @@ import torch
 
 from engine_core.cuda.results import read_record
 from engine_core.cuda.sampling import DeviceSampler, Needs
-from engine_core.kernels import triton_cut, triton_edits, triton_slots, triton_survey
+from engine_core.kernels import triton_cut, triton_edits, triton_logprobs, triton_slots, triton_survey
 from engine_core.penalties import LogitEdits
 from engine_core.request import Request
 from ipc.messages import TokenLogprobs
-from ipc.sampling import SamplingParams
+from ipc.sampling import MAX_LOGPROBS, SamplingParams
 from tests.engine_core.test_sampler import reference_probabilities, unpack
 
 GPU = torch.cuda.is_available()  # if not, tests/conftest.py has chosen the interpreter
@@ -42,7 +42,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr(triton_slots, "PARTS", 2)
     monkeypatch.setattr(triton_cut, "COLLECTED", 32)
-    monkeypatch.setattr(triton_cut, "BLOCK", 512)
+    monkeypatch.setattr(triton_cut, "BLOCK", 256)
 
 
 def make_request(slot: int, prompt: Sequence[int] = (1, 2), seed: int = 1, **sampling: object) -> Request:
@@ -141,15 +141,24 @@ def test_the_tokens_kept_are_those_of_transformers(vocab: int, temperature: floa
 def test_equal_logits_are_kept_by_id() -> None:
     """Few and many of them: ranked against one another, and counted."""
     vocab = 1000
-    logits = torch.zeros(6, vocab)
+    logits = torch.zeros(7, vocab)
     logits[2, 100:120] = 1.0  # above the equal ones
     logits[3, ::3] = 2.0
     logits[4] = torch.randn(vocab).clamp(max=0.5)
     logits[5, 500:] = -INF
-    ours = kept(
-        logits,
-        [{"top_k": 7}, {"top_p": 0.5}, {"top_k": 50}, {"top_k": 10}, {"top_k": 40}, {"top_k": 600}],
-    )
+    logits[6] = 1.0
+    logits[6, ::2] = float(np.nextafter(np.float32(1.0), np.float32(0.0)))  # no number lies between
+    settings: list[dict[str, object]] = [
+        {"top_k": 7},
+        {"top_p": 0.5},
+        {"top_k": 50},
+        {"top_k": 10},
+        {"top_k": 40},
+        {"top_k": 600},
+        {"top_k": 501},
+    ]
+    ours = kept(logits, settings)
+    assert sorted(ours[6]) == sorted([0, *range(1, vocab, 2)])
     assert ours[0] == list(range(7))
     assert ours[1] == list(range(500))
     assert ours[2] == [*range(30), *range(100, 120)]
@@ -337,7 +346,7 @@ def test_tokens_do_not_depend_on_the_batch_nor_on_the_variant_of_the_step() -> N
 
 @pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 1.0, "top_k": 6, "top_p": 0.9}])
 def test_draws_follow_the_exact_distribution(sampling: dict[str, float]) -> None:
-    vocab, rows = 257, 4000 if GPU else 150
+    vocab, rows = 257, 4000 if GPU else 100
     logits = torch.full((vocab,), -INF)
     logits[torch.randperm(vocab)[:12]] = torch.randn(12)
     rig = Rig(vocab, rows)
@@ -382,6 +391,10 @@ def test_a_row_with_every_token_masked_says_so() -> None:
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_room_for_all_alternatives() -> None:
+    assert triton_logprobs.MOST.value == MAX_LOGPROBS
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
