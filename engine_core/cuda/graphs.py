@@ -15,18 +15,13 @@ import numpy as np
 import torch
 
 from engine_core.cuda.mixed import MixedInputs, MixedLayout
+from engine_core.cuda.sampling import Needs
 from engine_core.plan import ScheduledRow
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LENGTH_CLASSES = (256, 512, 1024, 4096, 16384, 1 << 30)
 
-Step = Callable[[], torch.Tensor]  # reads the inputs it was made for; returns logits
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
+Step = Callable[[], None]  # reads the inputs it was made for, and draws the tokens
 
 
 class GraphCache:
@@ -34,25 +29,23 @@ class GraphCache:
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch's opaque handle
 
-    def replay(
-        self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]
-    ) -> torch.Tensor:
-        """Run `step` on what is in `inputs` now. Returns its logits, which last until the next replay.
+    def replay(self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]) -> None:
+        """Run `step` on what is in `inputs` now.
 
         `padding`: inputs of a step made of padding alone, to compile and capture with.
         """
         if not self._enabled:
-            return step()
-        captured = self._graphs.get(key)
-        if captured is None:
-            captured = self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
-        captured.graph.replay()
-        return captured.logits
+            step()
+            return
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
+        graph.replay()
 
-    def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> _Captured:
+    def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
         given = inputs.clone()
         inputs.copy_(padding)
         stream = torch.cuda.Stream()
@@ -63,10 +56,10 @@ class GraphCache:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = step()
+            step()
         self._pool = self._pool or graph.pool()
         inputs.copy_(given)
-        return _Captured(graph, logits)
+        return graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +79,7 @@ class DecodeInputs:
         return DecodeInputs(buffer, *buffer.split((rows, rows, rows, rows, 1)))
 
 
-# (inputs, longest context, whether any row draws at random) -> logits [rows, vocabulary]; the tokens are drawn as well
-DecodeStep = Callable[[DecodeInputs, int, bool], torch.Tensor]
+DecodeStep = Callable[[DecodeInputs, int, Needs], None]  # inputs, longest context, what its rows are drawn with
 
 
 class DecodeGraphs:
@@ -113,7 +105,7 @@ class DecodeGraphs:
     def inputs(self, rows: int) -> DecodeInputs:
         return self._inputs[next(size for size in self.sizes if size >= rows)]
 
-    def replay(self, rows: int, longest: int, random: bool) -> torch.Tensor:
+    def replay(self, rows: int, longest: int, needs: Needs) -> None:
         """Run the step whose inputs are in `inputs(rows)`."""
         inputs = self.inputs(rows)
         longest = next(length for length in LENGTH_CLASSES if length >= longest)
@@ -122,8 +114,8 @@ class DecodeGraphs:
         def padding() -> np.ndarray:
             return self.host_inputs([self._pad_slot] * size, [1] * size, [-1] * size, 0)
 
-        key = ("decode", size, longest, random)
-        return self._cache.replay(key, lambda: self._step(inputs, longest, random), inputs.buffer, padding)
+        key = ("decode", size, longest, needs)
+        self._cache.replay(key, lambda: self._step(inputs, longest, needs), inputs.buffer, padding)
 
 
 TOKEN_LADDER = (16, 32, 64, 128, 256, 512, 1024)
@@ -135,9 +127,7 @@ MAX_UNSPLIT_CONTEXT = 4096
 class MixedGraphs:
     """Small steps with prompt tokens in them: launching kernels one by one takes longer than running them."""
 
-    def __init__(
-        self, cache: GraphCache, step: Callable[[MixedInputs, bool], torch.Tensor], layout: MixedLayout
-    ) -> None:
+    def __init__(self, cache: GraphCache, step: Callable[[MixedInputs, Needs], None], layout: MixedLayout) -> None:
         self._cache, self._step, self._layout = cache, step, layout
         self._inputs: dict[int, tuple[torch.Tensor, MixedInputs]] = {}
 
@@ -158,11 +148,11 @@ class MixedGraphs:
             self._inputs[size] = buffer, MixedInputs(*buffer.split(lengths))
         return self._inputs[size]
 
-    def replay(self, size: int, random: bool) -> torch.Tensor:
-        """Run the step whose inputs are in `inputs(size)`. Returns logits [MAX_PROMPT_ROWS, vocabulary]."""
+    def replay(self, size: int, needs: Needs) -> None:
+        """Run the step whose inputs are in `inputs(size)`."""
         buffer, inputs = self.inputs(size)
 
         def padding() -> np.ndarray:
             return self._layout.padding(size, MAX_PROMPT_ROWS)
 
-        return self._cache.replay(("mixed", size, random), lambda: self._step(inputs, random), buffer, padding)
+        self._cache.replay(("mixed", size, needs), lambda: self._step(inputs, needs), buffer, padding)

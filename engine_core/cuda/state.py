@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,17 +13,26 @@ from engine_core.request import Request
 STAGES = 4  # steps whose inputs may be on their way at once; more than the engine ever has in flight
 
 
-class SlotState:
-    """Block tables, last sampled ids and sampling settings, on the device. The last row belongs to nobody: padding."""
+def send(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `values` on the device, which may be on its way still."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+
+class SlotState:
+    """Block tables on the device, and who owns them. The last row belongs to nobody: padding.
+
+    `enter` is called with the requests that come to their slots, before anything of theirs is run.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, device: torch.device, enter: Callable[[Sequence[Request]], None]
+    ) -> None:
         rows = max_num_seqs + 1
         self.pad = max_num_seqs
         self.device = device
         self.tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._enter = enter
         self._owners: list[Request | None] = [None] * rows
         self._known = [0] * rows  # blocks of each slot's table that the device has
 
@@ -42,7 +51,7 @@ class SlotState:
         return -1
 
     def upload(self, rows: Sequence[ScheduledRow], block_size: int) -> None:
-        """The blocks the device does not know yet, and the sampling settings of newcomers: one copy for all rows."""
+        """The blocks the device does not know yet: one copy for all rows."""
         entries: list[int] = []  # slot, column, block
         newcomers: list[Request] = []
         for row in rows:
@@ -56,16 +65,10 @@ class SlotState:
                 entries += (slot, column, request.block_ids[column])
             self._known[slot] = max(self._known[slot], needed)
         if entries:
-            slots, columns, blocks = self._send(entries, torch.int32).view(-1, 3).unbind(1)
+            slots, columns, blocks = send(np.array(entries, np.int32), self.device).view(-1, 3).unbind(1)
             self.tables[slots, columns] = blocks
         if newcomers:
-            temperatures = [0.0 if r.sampling.greedy else r.sampling.temperature for r in newcomers]
-            at = self._send([r.slot for r in newcomers], torch.int64)
-            self.temperatures[at] = self._send(temperatures, torch.float32)
-            self.seeds[at] = self._send([r.seed for r in newcomers], torch.int64)
-
-    def _send(self, values: list[int] | list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).pin_memory().to(self.device, non_blocking=True)
+            self._enter(newcomers)
 
     def forget(self, request: Request) -> None:
         if request.slot >= 0 and self._owners[request.slot] is request:

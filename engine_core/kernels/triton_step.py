@@ -1,4 +1,4 @@
-"""The ends of a decode step on the device: from slots to the first hidden states, and from logits to sampled tokens.
+"""The beginning of a step on the device: from slots, or ids, to the first hidden states.
 
 Because the next step's input ids are gathered here from the last sampled ids, no step waits for the host.
 """
@@ -8,11 +8,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from engine_core.kernels.triton_device import chained
-
-PARTS = 32  # programs that share a row of logits
 
 
 @triton.jit
@@ -90,122 +85,3 @@ def embed(
     x = torch.empty(tokens, hidden, dtype=embedding.dtype, device=embedding.device)
     _embed[(tokens,)](ids, token_slots, last_tokens, embedding, x, hidden, triton.next_power_of_2(hidden), num_warps=4)
     return x
-
-
-@triton.jit(do_not_specialize=["V", "per"])
-def _draw_part(
-    logits,
-    slots,
-    temperatures,
-    seeds,
-    lengths,
-    best_value,
-    best_index,
-    V,
-    per,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0)
-    part = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    base = logits + row.to(tl.int64) * V
-    if RANDOM:
-        slot = tl.load(slots + row)
-        temperature = tl.load(temperatures + slot)
-        seed = tl.load(seeds + slot)
-        position = tl.load(lengths + row)
-    n = tl.arange(0, BLOCK)
-    value = tl.full((BLOCK,), float("-inf"), tl.float32)
-    index = tl.zeros((BLOCK,), tl.int32)
-    bad = tl.zeros((BLOCK,), tl.int32)
-    stop = tl.minimum((part + 1) * per, V)
-    for start in range(part * per, stop, BLOCK):
-        at = start + n
-        v = tl.load(base + at, mask=at < stop, other=float("-inf")).to(tl.float32)
-        bad = bad | ((v != v) | (v == float("inf"))).to(tl.int32)
-        if RANDOM:
-            if temperature > 0:
-                u0, _, _, _ = tl.philox(
-                    seed,
-                    at.to(tl.uint32),
-                    position.to(tl.uint32) + tl.zeros_like(at).to(tl.uint32),
-                    at.to(tl.uint32) * 0,
-                    at.to(tl.uint32) * 0,
-                )
-                u = ((u0 >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
-                v = v / temperature - tl.log(-tl.log(u))
-        better = v > value
-        value = tl.where(better, v, value)
-        index = tl.where(better, at, index)
-    top = tl.max(value, 0)
-    # of equal values the lowest index, as torch.argmax and a plain loop do
-    winner = tl.min(tl.where(value == top, index, 2147483647), 0)
-    winner = tl.where(tl.max(bad, 0) > 0, -1, winner)
-    tl.store(best_value + row * PARTS + part, top)
-    tl.store(best_index + row * PARTS + part, winner)
-
-
-@triton.jit
-def _draw_final(best_value, best_index, slots, last_tokens, ring, turn, stride, PARTS: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0)
-    p = tl.arange(0, PARTS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    value = tl.load(best_value + row * PARTS + p)
-    index = tl.load(best_index + row * PARTS + p)
-    top = tl.max(value, 0)
-    winner = tl.min(tl.where(value == top, index, 2147483647), 0)
-    winner = tl.where((tl.min(index, 0) < 0) | (top == float("-inf")), -1, winner)
-    tl.store(ring + tl.load(turn) * stride + row, winner)
-    tl.store(last_tokens + tl.load(slots + row), tl.maximum(winner, 0))
-
-
-def draw(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    last_tokens: torch.Tensor,
-    ring: torch.Tensor,
-    turn: torch.Tensor,
-) -> None:
-    """One token per row of logits [rows, vocabulary], into row `turn` of the int32 `ring` and into `last_tokens`.
-
-    Gumbel-max: argmax of logits / T plus noise that is a pure function of (seed, length, token id); a temperature of 0
-    is greedy. temperatures float32 and seeds int64 are per slot; without them all rows are greedy. A row with NaN or
-    +inf gives -1. No sort, no sync.
-    """
-    rows, vocabulary = logits.shape
-    best_value = torch.empty(rows, PARTS, dtype=torch.float32, device=logits.device)
-    pdl = chained(logits.device)
-    best_index = torch.empty(rows, PARTS, dtype=torch.int32, device=logits.device)
-    per = triton.cdiv(vocabulary, PARTS)
-    unused = logits
-    random = temperatures is not None
-    _draw_part[(rows, PARTS)](
-        logits,
-        slots,
-        temperatures if random else unused,
-        seeds if random else unused,
-        lengths,
-        best_value,
-        best_index,
-        vocabulary,
-        per,
-        1024,
-        PARTS,
-        random,
-        pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
-    _draw_final[(rows,)](
-        best_value, best_index, slots, last_tokens, ring, turn, ring.stride(0), PARTS, pdl, num_warps=1, launch_pdl=pdl
-    )

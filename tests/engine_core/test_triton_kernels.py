@@ -31,13 +31,6 @@ def seed() -> int:
     return value
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes 10 ms per program."""
-    if not GPU:
-        monkeypatch.setattr(triton_step, "PARTS", 4)
-
-
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
@@ -262,59 +255,6 @@ def check_prefill(
         for i in range(count)
     ]
     close(out, torch.stack(expected), dtype)
-
-
-def draw(logits: torch.Tensor, temperatures: list[float] | None, lengths: list[int], seeds: list[int]) -> list[int]:
-    """Tokens for rows of logits, in slots that are not in order; checks that both results agree."""
-    rows = len(logits)
-    slots = torch.arange(rows, device=DEVICE).flip(0).int()
-    last = torch.full((rows + 1,), -7, dtype=torch.int32, device=DEVICE)
-    ring = torch.full((2, rows + 3), -7, dtype=torch.int32, device=DEVICE)
-    turn = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    per_slot = torch.tensor(temperatures, device=DEVICE).flip(0) if temperatures else None
-    seed = torch.tensor(seeds, device=DEVICE).flip(0) if temperatures else None
-    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    triton_step.draw(logits, slots, length, per_slot, seed, last, ring, turn)
-    tokens = ring[1, :rows].tolist()
-    assert last.flip(0)[1:].tolist() == [max(token, 0) for token in tokens]
-    assert ring[0].tolist() == [-7] * (rows + 3)
-    return tokens
-
-
-def test_greedy_draws_are_argmax_and_bad_rows_say_so() -> None:
-    logits = torch.randn(6, 3001, device=DEVICE)
-    logits[1, 5] = logits[1, 2999] = 50.0  # a tie: the lower id wins
-    logits[2, 3000] = 60.0
-    logits[3, 17] = NAN
-    logits[4, 2500] = float("inf")
-    logits[5] = -float("inf")
-    tokens = draw(logits, None, [1] * 6, [0] * 6)
-    assert tokens == [int(logits[0].argmax()), 5, 3000, -1, -1, -1]
-
-
-def test_random_draws_depend_on_seed_and_length_alone() -> None:
-    logits = torch.randn(1, 500, device=DEVICE).repeat(4, 1)
-    alone = draw(logits[:1], [1.5], [9], [123])[0]
-    other = torch.randn(1, 500, device=DEVICE)
-    both = draw(torch.cat((other, logits[:1])), [1.0, 1.5], [4, 9], [5, 123])
-    assert both[1] == alone
-    many = {draw(logits[:1], [1.5], [length], [123])[0] for length in range(8)}
-    assert len(many) > 4
-    mixed = draw(logits[:2], [0.0, 1.5], [9, 9], [123, 123])
-    assert mixed == [int(logits[0].argmax()), alone]
-
-
-def test_random_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not GPU:
-        monkeypatch.setattr(triton_step, "PARTS", 1)
-    weights = torch.tensor([0.5, 0.25, 0.125, 0.125], device=DEVICE)
-    n = 4000 if GPU else 200
-    logits = (weights.log() * 2.0).expand(n, 4).contiguous()  # at T = 2 the weights themselves
-    tokens = draw(logits, [2.0] * n, [3] * n, list(range(n)))
-    counts = torch.bincount(torch.tensor(tokens), minlength=4).double()
-    expected = weights.cpu().double() * n
-    chi_square = float(((counts - expected).square() / expected).sum())
-    assert chi_square < 30, counts  # 3 degrees of freedom: beyond 30 is one in a million
 
 
 def test_a_step_begins_with_last_tokens_or_given_ones(dtype: torch.dtype) -> None:

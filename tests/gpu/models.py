@@ -106,15 +106,15 @@ class Forced:
         runner, facts = build_runner(settings(model, **changes))
         self.runner: Any = runner
         self._free = list(range(facts.num_blocks - 1, 0, -1))
-        self._logits = torch.empty(0)
-        sample = self.runner._sample_on_host
+        # Kept by a copy inside of the step, which a graph captures with it.
+        self._logits = torch.zeros(64, facts.vocab_size, device="cuda")
+        draw = self.runner.sampling.draw
 
-        def keep(sampling: Sequence[ScheduledRow], logits: torch.Tensor, result: Any) -> dict[int, int]:
-            self._logits = logits[: len(sampling)].float().cpu()
-            chosen: dict[int, int] = sample(sampling, logits, result)
-            return chosen
+        def keep(logits: torch.Tensor, *rest: Any) -> None:
+            self._logits[: len(logits)].copy_(logits[: len(self._logits)])
+            draw(logits, *rest)
 
-        self.runner._sample_on_host = keep
+        self.runner.sampling.draw = keep
 
     def request(self, slot: int, ids: Sequence[int]) -> Request:
         blocks = [self._free.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))]
@@ -130,12 +130,12 @@ class Forced:
             end = min(stop, start + chunk)
             row = ScheduledRow(request, start, end - start, True)
             self.runner.launch(StepPlan((row,), num_tokens=end - start)).wait()
-        return self._logits[0]
+        return self._logits[0].cpu()
 
     def decode(self, requests: Sequence[Request], position: int) -> torch.Tensor:
         """One step that computes `position` of each, as if its token had been sampled. Logits [requests, vocab]."""
         for request in requests:
-            self.runner.state.last_tokens[request.slot] = request.prompt_ids[position]
+            self.runner.sampling.last_tokens[request.slot] = request.prompt_ids[position]
         rows = tuple(ScheduledRow(request, position, 1, True) for request in requests)
         self.runner.launch(StepPlan(rows, num_tokens=len(rows), num_decodes=len(rows))).wait()
-        return self._logits
+        return self._logits[: len(rows)].cpu()

@@ -71,7 +71,7 @@ def test_overlap_and_graphs_change_no_token(flag: str, dtype: str, model: Path, 
     assert tokens(generate(with_it, jobs)) == tokens(generate(without, jobs))
 
 
-def drawn(seed: int, **more: float) -> SamplingParams:
+def drawn(seed: int, **more: object) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True, **more)  # type: ignore[arg-type]
 
 
@@ -86,28 +86,67 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(model: Path, prompts:
     assert generate(engine(model), [(prompts[7], drawn(42))])[0].tokens == alone
 
 
-def test_rows_of_the_hosts_sampler_among_others_under_overlap(model: Path, prompts: list[list[int]]) -> None:
-    kinds = [
-        GREEDY,
-        drawn(1),
-        drawn(2, top_k=5),
-        drawn(3, top_p=0.5),
-        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, repetition_penalty=1.3),
-        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, presence_penalty=1.5, logprobs=3),
-        drawn(4, frequency_penalty=0.7),
-        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=TOKENS, logit_bias={7: 100.0}, ignore_eos=True),
-    ]
-    jobs = [(ids, kinds[index % len(kinds)]) for index, ids in enumerate(prompts)]
-    overlapped, plain = (generate(engine(model, overlap=value), jobs) for value in (True, False))
-    assert tokens(overlapped) == tokens(plain)
-    on_cpu = generate(engine(model, device="cpu"), jobs)
-    for (_, sampling), one, other, cpu in zip(jobs, overlapped, plain, on_cpu, strict=True):
-        assert len(one.logprobs) == (TOKENS if sampling.logprobs is not None else 0)
+GREEDY_KINDS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "logprobs": 3},
+    {"frequency_penalty": 0.7, "logprobs": 0},
+    {"logit_bias": {7: 100.0}},
+    {"allowed_token_ids": tuple(range(0, VOCABULARY, 3)), "frequency_penalty": 0.4},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(0, VOCABULARY, 2))},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {},
+]
+DRAWN_KINDS: list[dict[str, object]] = [
+    {"top_k": 5},
+    {"top_p": 0.5},
+    {"min_p": 0.02, "logprobs": 20},
+    {"frequency_penalty": 0.7, "top_k": 40, "top_p": 0.9},
+    {},
+]
+
+
+def kinds() -> list[SamplingParams]:
+    greedy = [SamplingParams(temperature=0.0, max_tokens=TOKENS, **kind) for kind in GREEDY_KINDS]  # type: ignore[arg-type]
+    return greedy + [drawn(seed, **kind) for seed, kind in enumerate(DRAWN_KINDS)]  # type: ignore[arg-type]
+
+
+def test_edits_and_logprobs_as_the_hosts_sampler_has_them(model: Path, prompts: list[list[int]]) -> None:
+    greedy = [sampling for sampling in kinds() if sampling.greedy]
+    jobs = [(ids, greedy[index % len(greedy)]) for index, ids in enumerate(prompts)]
+    on_gpu, on_cpu = (generate(engine(model, device=device), jobs) for device in ("cuda", "cpu"))
+    assert tokens(on_gpu) == tokens(on_cpu)
+    for (_, sampling), one, other in zip(jobs, on_gpu, on_cpu, strict=True):
+        assert len(one.logprobs) == (len(one.tokens) if sampling.logprobs is not None else 0)
         for a, b in zip(one.logprobs, other.logprobs, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-        if sampling != kinds[1] and sampling.seed != 1:  # the device draws with noise of its own
-            assert one.tokens == cpu.tokens
+            assert (a.rank, a.top_ids) == (b.rank, b.top_ids)
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("flag", ["overlap", "cuda_graphs"])
+def test_overlap_and_graphs_change_no_token_of_any_kind(flag: str, model: Path, prompts: list[list[int]]) -> None:
+    """Penalties must see the token of the step before, which the host does not know yet."""
+    jobs = [(ids, kinds()[index % len(kinds())]) for index, ids in enumerate(prompts * 2)]
+    one, other = (generate(engine(model, **{flag: value}), jobs) for value in (True, False))
+    assert tokens(one) == tokens(other)
+    for a, b in zip(one, other, strict=True):
+        assert [value.rank for value in a.logprobs] == [value.rank for value in b.logprobs]
+
+
+@pytest.mark.parametrize("sampling", [drawn(42), GREEDY], ids=["drawn", "greedy"])
+def test_a_row_that_needs_less_keeps_its_tokens_in_a_larger_step(
+    sampling: SamplingParams, model: Path, prompts: list[list[int]]
+) -> None:
+    alone = generate(engine(model), [(prompts[7], sampling)])[0].tokens
+    for others in (drawn(1, top_p=0.9), drawn(2, presence_penalty=1.0)):
+        assert generate(engine(model), [(prompts[7], sampling), (prompts[3], others)])[0].tokens == alone
+
+
+def test_penalties_and_truncation_survive_preemption(model: Path, prompts: list[list[int]]) -> None:
+    jobs = [(ids, kinds()[index % len(kinds())]) for index, ids in enumerate(prompts)]
+    jobs = [(ids, sampling) for ids, sampling in jobs if sampling.prompt_logprobs is None]
+    roomy, tight = (engine(model, kv_tokens=size, enable_prefix_caching=False) for size in (8192, 512))
+    assert tokens(generate(roomy, jobs)) == tokens(generate(tight, jobs))
+    assert tight.stats().preemptions > 0
 
 
 def test_prefix_cache(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:

@@ -1,0 +1,114 @@
+"""Tokens and log-probabilities on their way to the host: rings on the device, copied to pinned memory beside the next
+step. Waiting for a step is waiting for its copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine_core.kernels import triton_logprobs
+from engine_core.kernels.triton_draw import MASKED
+from engine_core.kernels.triton_logprobs import AHEAD, IDS, LOGITS, OWN, SUM, TOP
+from engine_core.logprobs import LOWEST
+from engine_core.plan import ScheduledRow, StepTokens
+from ipc.messages import TokenLogprobs
+
+TURNS = 4  # results that may be on their way to the host at once; more than the engine ever has in flight
+NOT_FINITE = "the model's logits hold NaN or infinity"
+ALL_MASKED = "no token is allowed: every one of them is masked"
+
+
+@dataclass(slots=True)
+class CudaStep:
+    """A step on its way."""
+
+    done: torch.cuda.Event
+    tokens: torch.Tensor  # pinned int32 [sampling rows]
+    result: StepTokens  # what the host knows already: prompt log-probabilities
+    logprobs: dict[int, int]  # index of a row that wants log-probabilities -> how many alternatives
+    records: torch.Tensor | None  # pinned, if there are such rows
+
+    def wait(self) -> StepTokens:
+        self.done.synchronize()
+        result = self.result
+        ids: list[int] = self.tokens.tolist()
+        for index, token in enumerate(ids):
+            if token < 0:
+                ids[index] = 0
+                result.failed[index] = ALL_MASKED if token == MASKED else NOT_FINITE
+        result.token_ids.extend(ids)
+        if self.records is not None:
+            records = self.records.numpy()
+            for index, count in self.logprobs.items():
+                if index not in result.failed:
+                    result.logprobs[index] = read_record(records[index], count)
+        return result
+
+
+class ResultRing:
+    """`tokens`: int32 [TURNS, rows]; `logprobs`: int32 [TURNS, rows, cells], once a request has wanted them."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(TURNS, rows, dtype=torch.int32, device=device)
+        self._host_tokens = _pinned_like(self.tokens)
+        self.logprobs: torch.Tensor | None = None
+        self._host_logprobs: torch.Tensor | None = None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._turn = 0
+
+    def next_turn(self) -> int:
+        self._turn = (self._turn + 1) % TURNS
+        return self._turn
+
+    def allocate_logprobs(self) -> None:
+        if self.logprobs is None:
+            shape = (*self.tokens.shape, triton_logprobs.record_width())
+            self.logprobs = torch.zeros(shape, dtype=torch.int32, device=self.tokens.device)
+            self._host_logprobs = _pinned_like(self.logprobs)
+
+    def fetch(self, turn: int, sampling: Sequence[ScheduledRow], result: StepTokens, with_logprobs: bool) -> CudaStep:
+        """Start the copy of what a step has sampled, beside whatever the compute stream does next."""
+        count, done = len(sampling), torch.cuda.Event()
+        wanted: dict[int, int] = {}
+        if with_logprobs:
+            asked = ((index, row.request.sampling.logprobs) for index, row in enumerate(sampling))
+            wanted = {index: number for index, number in asked if number is not None}
+        tokens, records = self._host_tokens[turn, :count], None
+        if count:
+            assert self._copies is not None
+            self._copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._copies):
+                tokens.copy_(self.tokens[turn, :count], non_blocking=True)
+                if wanted:
+                    assert self.logprobs is not None
+                    assert self._host_logprobs is not None
+                    records = self._host_logprobs[turn, :count]
+                    records.copy_(self.logprobs[turn, :count], non_blocking=True)
+                done.record()
+        else:
+            done.record()
+        return CudaStep(done, tokens, result, wanted, records)
+
+
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return host.pin_memory() if tensor.device.type == "cuda" else host
+
+
+def read_record(record: NDArray[np.int32], count: int) -> TokenLogprobs:
+    """The values of one row, from the cells that the kernels of `triton_logprobs` have filled."""
+    cells = record.view(np.float32)
+    ids = record[IDS.value : IDS.value + count]
+    ids = ids[ids >= 0]
+    logits = np.append(cells[LOGITS.value : LOGITS.value + len(ids)], cells[OWN.value]).astype(np.float64)
+    values = np.clip(logits - float(cells[TOP.value]) - np.log(float(cells[SUM.value])), LOWEST, 0.0)
+    return TokenLogprobs(
+        logprob=float(values[-1]),
+        rank=1 + int(record[AHEAD.value :].sum()),
+        top_ids=ids.astype("<i4").tobytes(),
+        top_logprobs=values[:-1].astype("<f4").tobytes(),
+    )
