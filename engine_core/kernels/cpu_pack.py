@@ -1,6 +1,7 @@
 """Repacks weights for the CPU kernels: a GGUF file's blocks of 4, 5 or 8 bits exactly, anything else rounded to int8.
 
-Four bits are widened too: fetching half the bytes gained nothing over the work of taking nibbles apart.
+Matrices of 4 bits throughout stay so, since one row of input is bound by the bytes that come from memory. All others
+are kept as bytes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from engine_core.kernels.cpu_tile import BLOCK, CHUNK, WeightFormat
-from engine_core.loader.weights import Weight
+from engine_core.loader.weights import QuantizedWeight, Weight
+
+_FOUR_BITS = {GGMLQuantizationType.Q4_0: WeightFormat(4), GGMLQuantizationType.Q4_1: WeightFormat(4, minimum=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A matrix [out_features, in_features] as the kernels read it, outputs padded with zeros to whole chunks."""
+    """A matrix [out_features, in_features] as the kernels read it, outputs padded with zeros to whole chunks.
+
+    Integers are unsigned, raised by `form.offset`. Four inputs of an output lie side by side, then those of the next
+    output of the chunk; of 4 bits, the low ones are inputs of a block's first half, the high ones of its second half.
+    """
 
     form: WeightFormat
     shape: tuple[int, int]
@@ -30,24 +37,29 @@ class PackedWeight:
 class Quants:
     """A matrix whose blocks of 32 are `scale * integer + minimum`."""
 
-    values: torch.Tensor  # int8 [rows, blocks, 32]
+    values: torch.Tensor  # int8 [rows, blocks, 32], or the file's 16 bytes of nibbles
     scales: torch.Tensor  # float16 [rows, blocks]
     minima: torch.Tensor | None
 
 
 def pack_quantized(parts: Sequence[Weight]) -> PackedWeight:
     """The parts below one another."""
-    quants = [read_quants(part) for part in parts]
-    values = torch.cat([part.values for part in quants])
+    forms = {_FOUR_BITS.get(part.ggml_type) if isinstance(part, QuantizedWeight) else None for part in parts}
+    four_bits = forms.pop() if len(forms) == 1 else None
+    quants = [read_quants(part, nibbles=four_bits is not None) for part in parts]
     kinds = [torch.cat([part.scales for part in quants])]
     if any(part.minima is not None for part in quants):
         kinds.append(torch.cat([torch.zeros_like(q.scales) if q.minima is None else q.minima for q in quants]))
+    form = four_bits or WeightFormat(8, minimum=len(kinds) == 2)
+    values = torch.cat([part.values.view(torch.uint8) for part in quants])
+    if form.bits == 8:
+        values.bitwise_xor_(form.offset)
     rows, blocks = kinds[0].shape
     scales = torch.stack([_pad(kind).view(-1, CHUNK, blocks) for kind in kinds], 1)
     return PackedWeight(
-        form=WeightFormat(8, minimum=len(kinds) == 2),
+        form=form,
         shape=(rows, blocks * BLOCK),
-        data=_lanes_last(values),
+        data=_lanes_last(values.view(torch.int32)),
         scales=scales.permute(0, 3, 1, 2).contiguous(),
     )
 
@@ -59,8 +71,11 @@ def pack_floats(weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(WeightFormat(32), (rows, columns), data, torch.empty(0, dtype=torch.float16))
 
 
-def read_quants(weight: Weight) -> Quants:
-    """The integers of a weight: those of the file where it has such blocks, else rounded to int8."""
+def read_quants(weight: Weight, nibbles: bool = False) -> Quants:
+    """The integers of a weight: those of the file where it has such blocks, else rounded to int8.
+
+    `nibbles` leaves integers of 4 bits packed and unsigned.
+    """
     if isinstance(weight, torch.Tensor):
         return quantize(weight.float())
     types = GGMLQuantizationType
@@ -68,9 +83,10 @@ def read_quants(weight: Weight) -> Quants:
     blocks = torch.from_numpy(np.array(weight.data)).view(rows, weight.shape[1] // BLOCK, -1)
     match weight.ggml_type:
         case types.Q4_0:
-            return Quants(_nibbles(blocks[:, :, 2:]) - 8, _half(blocks, 0), None)
+            return Quants(blocks[:, :, 2:] if nibbles else _nibbles(blocks[:, :, 2:]) - 8, _half(blocks, 0), None)
         case types.Q4_1:
-            return Quants(_nibbles(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
+            values = blocks[:, :, 4:] if nibbles else _nibbles(blocks[:, :, 4:])
+            return Quants(values, _half(blocks, 0), _half(blocks, 2))
         case types.Q5_0:
             return Quants(_five_bits(blocks[:, :, 2:]) - 16, _half(blocks, 0), None)
         case types.Q5_1:

@@ -75,7 +75,7 @@ def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
         e = Emit(builder)
         best = cgutils.alloca_once_value(builder, _constant(-math.inf))
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
-            value = e.load(row, _F32, builder.mul(loop.index, e.const(LANES)), LANES)
+            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
             old = builder.load(best)
             builder.store(builder.select(builder.fcmp_ordered(">", value, old), value, old), best)
 
@@ -98,7 +98,7 @@ def exp_row(typing_context: Any, row: Any, vectors: Any, subtract: Any) -> Any:
         total = cgutils.alloca_once_value(builder, ZERO)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
-            value = _exp(e, builder.fsub(e.load(row, _F32, at, LANES), largest))
+            value = _exp(e, builder.fsub(e.load(row, at, LANES), largest))
             e.store(value, row, at)
             builder.store(builder.fadd(builder.load(total), value), total)
         return _across(e, builder.load(total), builder.fadd)
@@ -115,7 +115,7 @@ def square_sum(typing_context: Any, row: Any, vectors: Any) -> Any:
         e = Emit(builder)
         total = cgutils.alloca_once_value(builder, ZERO)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
-            value = e.load(row, _F32, builder.mul(loop.index, e.const(LANES)), LANES)
+            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
             builder.store(e.multiply_add(value, value, builder.load(total)), total)
         return _across(e, builder.load(total), builder.fadd)
 
@@ -131,9 +131,9 @@ def silu_multiply(typing_context: Any, gate: Any, up: Any, out: Any, vectors: An
         e = Emit(builder)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
-            x = e.load(gate, _F32, at, LANES)
+            x = e.load(gate, at, LANES)
             sigmoid_inverse = builder.fadd(_constant(1.0), _exp(e, builder.fneg(x)))
-            e.store(builder.fmul(builder.fdiv(x, sigmoid_inverse), e.load(up, _F32, at, LANES)), out, at)
+            e.store(builder.fmul(builder.fdiv(x, sigmoid_inverse), e.load(up, at, LANES)), out, at)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen

@@ -23,6 +23,7 @@ from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.torch import TorchAttention
 from engine_core.batch import ForwardBatch
 from engine_core.kernels import cpu_elementwise, cpu_jit, cpu_team
+from engine_core.kernels.cpu_dot import dot_width
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
 from engine_core.layers.linear import DenseLinear, make_linear
@@ -67,7 +68,16 @@ def gguf_weight(kind: Q, rows: int, columns: int) -> QuantizedWeight:
     return QuantizedWeight(kind, (rows, columns), gguf_quantize(values, kind))
 
 
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x as integer weights meet it, float64: multiples of each block's largest value / 127, halves to even."""
+    blocks = x.view(x.shape[0], -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True)
+    integers = (blocks * (127 / largest).nan_to_num(0, 0, 0)).round()
+    return ((largest * np.float32(1 / 127)).double() * integers.double()).flatten(1)
+
+
 EXACT = [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
+WIDTHS = sorted({0, min(dot_width(), 256), dot_width()})  # of the instructions that this processor has
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -76,9 +86,46 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(
     kind: Q, shape: tuple[int, int], threads: int
 ) -> None:
     weight = gguf_weight(kind, *shape)
-    x = torch.randn(9, shape[1])
-    expected = x.double() @ torch.from_numpy(weight.dequantize()).double().T
-    assert error(PackedLinear(pack_quantized([weight]))(x), expected) < 2e-6
+    x = torch.randn(9, shape[1]) * torch.logspace(-9, 6, shape[1])
+    x[2], x[3, :32], x[4] = 0, 0, 1e-35
+    matrix = torch.from_numpy(weight.dequantize()).double().T
+    out = PackedLinear(pack_quantized([weight]))(x)
+    assert error(out, rounded(x) @ matrix) < 2e-6
+    # Rounding moves an input by half of 1/127 of its block's largest at most, so a sum by that times the weights.
+    steps = x.double().view(9, -1, 32).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1) / 127
+    assert ((out.double() - x.double() @ matrix).abs() <= 0.501 * steps @ matrix.abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_instruction_gives_the_same_bits(kind: Q, width: int) -> None:
+    weight = pack_quantized([gguf_weight(kind, 130, 192)])
+    x = torch.randn(27, 192)
+    assert torch.equal(PackedLinear(weight, width=width)(x), PackedLinear(weight)(x))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sums_of_the_largest_products_do_not_saturate(width: int) -> None:
+    signs = torch.randint(0, 2, (64, 96)) * 2 - 1
+    signs[0] = 1
+    weight = PackedLinear(pack_quantized([signs.float()]), width=width)
+    scale = float(np.float16(1 / 127)) * 127  # what a weight of 1 becomes
+    out = weight(torch.stack([torch.ones(96), -torch.ones(96), *signs[:6].float()]))
+    expected = torch.stack([torch.ones(96), -torch.ones(96), *signs[:6].float()]).double() @ signs.double().T * scale
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", [Q.Q4_1, Q.Q8_0])
+def test_what_is_no_number_stays_none_and_in_its_row(value: float, kind: Q) -> None:
+    linear = PackedLinear(pack_quantized([gguf_weight(kind, 70, 96)]))
+    x = torch.randn(20, 96)
+    clean = linear(x)
+    x[7, 40] = value
+    out = linear(x)
+    assert not out[7].isfinite().any()
+    out[7] = clean[7]
+    assert torch.equal(out, clean)
 
 
 @pytest.mark.parametrize("shape", [(3, 32), (100, 224), (576, 1536)])
@@ -92,7 +139,7 @@ def test_parts_of_different_types_stand_one_after_the_other() -> None:
     parts = [gguf_weight(Q.Q4_1, 40, 64), gguf_weight(Q.Q8_0, 33, 64), gguf_weight(Q.Q5_0, 7, 64)]
     x = torch.randn(5, 64)
     matrix = torch.cat([torch.from_numpy(part.dequantize()) for part in parts]).double()
-    assert error(PackedLinear(pack_quantized(parts))(x), x.double() @ matrix.T) < 2e-6
+    assert error(PackedLinear(pack_quantized(parts))(x), rounded(x) @ matrix.T) < 2e-6
 
 
 def test_other_weights_are_rounded_to_half_a_step() -> None:
@@ -103,10 +150,10 @@ def test_other_weights_are_rounded_to_half_a_step() -> None:
     assert ((recovered - weight).view(64, 3, 32).abs() <= step[:, :, None] * 0.57 + 1e-9).all()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_row_does_not_depend_on_its_batch(exact: bool, threads: int) -> None:
-    weight = torch.randn(200, 160)
-    linear = PackedLinear(pack_floats(weight) if exact else pack_quantized([gguf_weight(Q.Q4_1, 200, 160)]))
+@pytest.mark.parametrize("kind", [None, *EXACT])
+def test_a_row_does_not_depend_on_its_batch(kind: Q | None, threads: int) -> None:
+    weight = pack_floats(torch.randn(200, 160)) if kind is None else pack_quantized([gguf_weight(kind, 200, 160)])
+    linear = PackedLinear(weight)
     x = torch.randn(110, 160)
     together = linear(x)
     for rows in (*range(1, 18), 47, 48, 49, 97):
