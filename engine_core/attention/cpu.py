@@ -8,9 +8,9 @@ import torch
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
-from engine_core.kernels.cpu_attention import CHUNK, NO_WINDOW, QUERY_ROWS, attend_kernel, write_kernel
+from engine_core.kernels.cpu_cache import kernel
+from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS
 from engine_core.kernels.cpu_team import cpu_team
-from engine_core.kernels.cpu_tile import GROUP
 
 SMALL = 65_536  # products of queries and keys that one thread computes sooner than two could agree to share them
 
@@ -34,7 +34,7 @@ class CpuAttention:
             and spec.dtype == torch.float32
             and spec.head_dim % GROUP == 0
             and spec.block_size % GROUP == 0
-            and CHUNK % spec.block_size == 0
+            and CONTEXT % spec.block_size == 0
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -66,7 +66,11 @@ class CpuAttention:
         out = torch.empty(tokens, s.num_heads * s.head_dim)
         written = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), batch.slot_mapping.data_ptr(), *kv)
         team = cpu_team()
-        team.run(write_kernel(), (*written, tokens, s.num_kv_heads, s.head_dim, s.block_size), tokens >= QUERY_ROWS)
+        team.run(
+            kernel("attention:write"),
+            (*written, tokens, s.num_kv_heads, s.head_dim, s.block_size),
+            tokens >= QUERY_ROWS,
+        )
         where = (self._tasks.ctypes.data, len(self._tasks), q.data_ptr(), q.stride(0), out.data_ptr())
         reads = (batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0), *kv)
         shape = (
@@ -77,5 +81,5 @@ class CpuAttention:
             int(s.scale * 2.0**60),
             s.window(layer) or NO_WINDOW,
         )
-        team.run(attend_kernel(), (*where, *reads, *shape), not self._small)
+        team.run(kernel("attention:attend"), (*where, *reads, *shape), not self._small)
         return out

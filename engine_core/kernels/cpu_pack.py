@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
 
-from engine_core.kernels.cpu_tile import BLOCK, CHUNK, WeightFormat
+from engine_core.kernels.cpu_cache import kernel
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, WeightFormat
+from engine_core.kernels.cpu_team import cpu_team
 from engine_core.loader.weights import QuantizedWeight, Weight
 
 _FOUR_BITS = {GGMLQuantizationType.Q4_0: WeightFormat(4), GGMLQuantizationType.Q4_1: WeightFormat(4, minimum=True)}
@@ -35,11 +39,11 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quants:
-    """A matrix whose blocks of 32 are `scale * integer + minimum`."""
+    """A matrix whose blocks of 32 are `scale * integer + minimum`. Arrays may be views of a file's blocks."""
 
-    values: torch.Tensor  # int8 [rows, blocks, 32], or the file's 16 bytes of nibbles
-    scales: torch.Tensor  # float16 [rows, blocks]
-    minima: torch.Tensor | None
+    values: NDArray[Any]  # int8 [rows, blocks, 32]; unsigned 4 bits uint8 [rows, blocks, 16], as in the file
+    scales: NDArray[np.float16]  # [rows, blocks]
+    minima: NDArray[np.float16] | None  # the same
 
 
 def pack_quantized(parts: Sequence[Weight]) -> PackedWeight:
@@ -47,28 +51,57 @@ def pack_quantized(parts: Sequence[Weight]) -> PackedWeight:
     forms = {_FOUR_BITS.get(part.ggml_type) if isinstance(part, QuantizedWeight) else None for part in parts}
     four_bits = forms.pop() if len(forms) == 1 else None
     quants = [read_quants(part, nibbles=four_bits is not None) for part in parts]
-    kinds = [torch.cat([part.scales for part in quants])]
-    if any(part.minima is not None for part in quants):
-        kinds.append(torch.cat([torch.zeros_like(q.scales) if q.minima is None else q.minima for q in quants]))
-    form = four_bits or WeightFormat(8, minimum=len(kinds) == 2)
-    values = torch.cat([part.values.view(torch.uint8) for part in quants])
-    if form.bits == 8:
-        values.bitwise_xor_(form.offset)
-    rows, blocks = kinds[0].shape
-    scales = torch.stack([_pad(kind).view(-1, CHUNK, blocks) for kind in kinds], 1)
-    return PackedWeight(
-        form=form,
-        shape=(rows, blocks * BLOCK),
-        data=_lanes_last(values.view(torch.int32)),
-        scales=scales.permute(0, 3, 1, 2).contiguous(),
-    )
+    form = four_bits or WeightFormat(8, minimum=any(part.minima is not None for part in quants))
+    packed = _allocate(form, sum(part.shape[0] for part in parts), parts[0].shape[1])
+    row = 0
+    for part in quants:
+        _pack(packed, row, part.values, part.scales, part.minima)
+        row += len(part.values)
+    return packed
 
 
 def pack_floats(weight: torch.Tensor) -> PackedWeight:
     """Plain float32 weights [rows, columns], exactly as they are. Columns must be a multiple of 32."""
     rows, columns = weight.shape
-    data = _lanes_last(weight.view(rows, columns // BLOCK, BLOCK))
-    return PackedWeight(WeightFormat(32), (rows, columns), data, torch.empty(0, dtype=torch.float16))
+    packed = _allocate(WeightFormat(32), rows, columns)
+    _pack(packed, 0, weight.contiguous().numpy().reshape(rows, columns // BLOCK, BLOCK))
+    return packed
+
+
+def _allocate(form: WeightFormat, rows: int, columns: int) -> PackedWeight:
+    """Zeros, in memory that costs nothing before it is written."""
+    chunks, blocks, kinds = -(-rows // CHUNK), columns // BLOCK, form.block_scales // CHUNK
+    data = torch.from_numpy(np.zeros((chunks, blocks, form.block_bytes), np.uint8))
+    scales = torch.from_numpy(np.zeros((chunks, blocks, kinds, CHUNK), np.float16))
+    return PackedWeight(form, (rows, columns), data, scales)
+
+
+def _pack(
+    packed: PackedWeight,
+    first_row: int,
+    values: NDArray[Any],
+    scales: NDArray[np.float16] | None = None,
+    minima: NDArray[np.float16] | None = None,
+) -> None:
+    """Write a matrix into the rows of `packed` from `first_row` on."""
+    rows, blocks, count = values.shape
+    kinds = packed.scales.shape[2]
+    if kinds == 2 and minima is None:
+        minima = np.zeros((rows, blocks), np.float16)
+    flip = 0x80808080 if packed.form.bits == 8 else 0  # signed bytes to unsigned ones
+    source = (_address(values), *values.strides[:2], _address(scales), *_strides(scales))
+    more = (_address(minima), *_strides(minima))
+    shape = (first_row, rows, blocks, count * values.itemsize // 4, flip)
+    target = (packed.data.data_ptr(), packed.scales.data_ptr(), kinds)
+    cpu_team().run(kernel("pack:pack"), (*source, *more, *shape, *target))
+
+
+def _address(array: NDArray[Any] | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)
+
+
+def _strides(array: NDArray[Any] | None) -> tuple[int, ...]:
+    return (0, 0) if array is None else array.strides
 
 
 def read_quants(weight: Weight, nibbles: bool = False) -> Quants:
@@ -77,10 +110,10 @@ def read_quants(weight: Weight, nibbles: bool = False) -> Quants:
     `nibbles` leaves integers of 4 bits packed and unsigned.
     """
     if isinstance(weight, torch.Tensor):
-        return quantize(weight.float())
+        return quantize(weight.float().numpy())
     types = GGMLQuantizationType
-    rows = weight.shape[0]
-    blocks = torch.from_numpy(np.array(weight.data)).view(rows, weight.shape[1] // BLOCK, -1)
+    rows, columns = weight.shape
+    blocks = weight.data.reshape(rows, columns // BLOCK, -1)
     match weight.ggml_type:
         case types.Q4_0:
             return Quants(blocks[:, :, 2:] if nibbles else _nibbles(blocks[:, :, 2:]) - 8, _half(blocks, 0), None)
@@ -92,43 +125,32 @@ def read_quants(weight: Weight, nibbles: bool = False) -> Quants:
         case types.Q5_1:
             return Quants(_five_bits(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
         case types.Q8_0:
-            return Quants(blocks[:, :, 2:].view(torch.int8), _half(blocks, 0), None)
+            return Quants(blocks[:, :, 2:].view(np.int8), _half(blocks, 0), None)
         case _:
-            return quantize(torch.from_numpy(weight.dequantize()))
+            return quantize(weight.dequantize())
 
 
-def quantize(weight: torch.Tensor) -> Quants:
+def quantize(weight: NDArray[np.float32]) -> Quants:
     """Round float32 [rows, columns] to int8 with one scale per 32: the largest of a block becomes 127."""
-    blocks = weight.view(weight.shape[0], -1, BLOCK)
-    scales = (blocks.abs().amax(2) / 127).half()
-    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-    return Quants((blocks * inverse[:, :, None]).round().clamp_(-127, 127).to(torch.int8), scales, None)
+    blocks = weight.reshape(weight.shape[0], -1, BLOCK)
+    scales = (np.abs(blocks).max(2) / 127).astype(np.float16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(scales > 0, 1 / scales.astype(np.float32), np.float32(0))
+        integers = np.rint(blocks * inverse[:, :, None]).clip(-127, 127).astype(np.int8)
+    return Quants(integers, scales, None)
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def _half(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
     """The half-precision number at byte `at` of each block."""
-    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)[:, :, 0]
+    return blocks[:, :, at : at + 2].view(np.float16)[:, :, 0]
 
 
-def _nibbles(blocks: torch.Tensor) -> torch.Tensor:
+def _nibbles(blocks: NDArray[np.uint8]) -> NDArray[np.int8]:
     """int8 [rows, blocks, 32] from 16 bytes that hold elements i and i + 16 in byte i."""
-    return torch.cat([blocks & 15, blocks >> 4], 2).view(torch.int8)
+    return np.concatenate([blocks & 15, blocks >> 4], 2).view(np.int8)
 
 
-def _five_bits(blocks: torch.Tensor) -> torch.Tensor:
+def _five_bits(blocks: NDArray[np.uint8]) -> NDArray[np.int8]:
     """int8 [rows, blocks, 32] from 4 bytes of fifth bits followed by 16 bytes of nibbles."""
-    fifth = (blocks[:, :, :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return _nibbles(blocks[:, :, 4:]) | (fifth.flatten(2) << 4).view(torch.int8)
-
-
-def _lanes_last(values: torch.Tensor) -> torch.Tensor:
-    """[rows, blocks, n] -> uint8 [chunks, blocks, n * 64 elements], the 64 rows of a chunk side by side."""
-    blocks, count = values.shape[1:]
-    chunks = _pad(values).view(-1, CHUNK, blocks, count).permute(0, 2, 3, 1).contiguous()
-    return chunks.view(-1, blocks, count * CHUNK).view(torch.uint8)
-
-
-def _pad(values: torch.Tensor) -> torch.Tensor:
-    """Zero rows up to whole chunks."""
-    missing = -values.shape[0] % CHUNK
-    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) if missing else values
+    fifth = np.unpackbits(blocks[:, :, :4], axis=2, bitorder="little") << 4
+    return _nibbles(blocks[:, :, 4:]) | fifth.view(np.int8)

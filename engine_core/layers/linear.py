@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from engine_core.errors import UserError
+from engine_core.kernels.cpu_layout import BLOCK
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
-from engine_core.kernels.cpu_tile import BLOCK
 from engine_core.loader.weights import Weight, dense
 
 WeightsMode = Literal["none", "int8"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import secrets
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +22,13 @@ from engine_core.attention.base import AttentionSpec
 from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.torch import TorchAttention
 from engine_core.batch import ForwardBatch
-from engine_core.kernels import cpu_elementwise, cpu_jit, cpu_team
-from engine_core.kernels.cpu_dot import dot_width
+from engine_core.kernels import cpu_cache, cpu_elementwise, cpu_team
+from engine_core.kernels.cpu_cache import dot_width
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
 from engine_core.layers.linear import DenseLinear, make_linear
 from engine_core.loader.weights import QuantizedWeight
+from tests.engine_core.tiny_models import save_model
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return ((largest * np.float32(1 / 127)).double() * integers.double()).flatten(1)
 
 
+COUNT_TASKS = "tests.engine_core.count_tasks:count_tasks"
 EXACT = [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
 WIDTHS = sorted({0, min(dot_width(), 256), dot_width()})  # of the instructions that this processor has
 
@@ -333,21 +335,11 @@ def test_a_team_of_python_threads_computes_the_same(monkeypatch: pytest.MonkeyPa
     plain.close()
 
 
-def _count_tasks(args: Any) -> None:
-    """Arguments: counter, tasks, address of one count per task. Adds 1 to the count of each task it draws."""
-    counts = cpu_jit.int64s(args[2])
-    while True:
-        task = cpu_jit.next_task(args)
-        if task >= args[1]:
-            break
-        counts[task] += 1
-
-
 @pytest.mark.parametrize("callers", [1, 3])
 def test_every_task_is_done_once_when_a_team_returns(callers: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(4)  # more than there are cores, so that workers are often late
-    team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
+    team, kernel = cpu_team.Team(), cpu_cache.kernel(COUNT_TASKS)
     wrong: list[str] = []
 
     def call_often() -> None:
@@ -374,7 +366,7 @@ def test_a_closed_team_has_no_threads_left() -> None:
 
     before, alive = torch.get_num_threads(), workers()
     torch.set_num_threads(3)
-    team, kernel = cpu_team.Team(), cpu_jit.compile_kernel("count_tasks", lambda: _count_tasks)
+    team, kernel = cpu_team.Team(), cpu_cache.kernel(COUNT_TASKS)
     team.run(kernel, (0, 0))
     assert workers() == alive + 2
     team.close()
@@ -422,30 +414,56 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
 def test_kernels_are_compiled_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "gapless").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cpu_jit.compile_kernel("silu", lambda: cpu_elementwise._silu_and_mul) > 0
+    assert cpu_cache.load_kernel("elementwise:silu_and_mul") > 0
 
 
 def test_a_damaged_file_in_the_cache_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled: list[str] = []
+    compile_ = cpu_cache._compile
 
-    def make() -> Any:
-        compiled.append("once more")
-        return _count_tasks
+    def counted(source: str, *parameters: int) -> tuple[str, bytes]:
+        compiled.append(source)
+        return compile_(source, *parameters)
+
+    monkeypatch.setattr(cpu_cache, "_compile", counted)
 
     def run() -> None:
         counts = np.zeros(3, np.int64)
-        address = cpu_jit.compile_kernel("count_tasks", make)
+        address = cpu_cache.load_kernel(COUNT_TASKS)
         cpu_team.Team().run(address, (3, counts.ctypes.data), parallel=False)
         assert counts.tolist() == [1, 1, 1]
 
     run()
     run()
     assert len(compiled) == 1
-    (file,) = cpu_jit.cache_directory().glob("count_tasks*")
+    (file,) = cpu_cache.cache_directory().iterdir()
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
         run()
     assert len(compiled) == 4
-    assert sorted(path.name for path in cpu_jit.cache_directory().iterdir()) == ["count_tasks.o", "lead.o", "work.o"]
+    assert list(cpu_cache.cache_directory().iterdir()) == [file]
+
+
+WARM = """
+import sys
+from engine_core import LLM, SamplingParams
+
+with LLM(sys.argv[1], kv_tokens=1024, progress=False, weights=sys.argv[2]) as llm:
+    print(llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].token_ids)
+print("numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("weights", ["int8", "none"])
+def test_a_start_that_finds_its_kernels_imports_no_compiler(weights: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", WARM, str(tmp_path / "model"), weights]
+    cold, warm = (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+        for _ in range(2)
+    )
+    assert cold[1] == "True"
+    assert warm == [cold[0], "False"]

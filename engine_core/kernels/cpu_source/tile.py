@@ -7,7 +7,6 @@ a row's result does not depend on which rows are computed with it, bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.ir as ir
@@ -15,39 +14,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, WeightFormat
+
 LANES = 8  # floats in a vector
-GROUP = 16  # outputs of a tile with many rows
-CHUNK = 64  # outputs whose weights lie side by side, the unit of work: one row of input reads them front to back
-BLOCK = 32  # inputs that share a scale
 UNROLL = 4  # steps of k written out
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
 ZERO = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """How a block of 32 weights is kept: as integers of 4 or 8 bits with a half-precision scale or as plain floats
-    (32), and whether a block has a minimum that is added to each of its weights."""
-
-    bits: int
-    minimum: bool = False
-
-    @property
-    def offset(self) -> int:
-        """What integers are raised by to be unsigned."""
-        return 128 if self.bits == 8 else 8 if self.bits == 4 and not self.minimum else 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of all the outputs of a chunk, without scales."""
-        return CHUNK * BLOCK * self.bits // 8
-
-    @property
-    def block_scales(self) -> int:
-        """Scales and minima of one block of all the outputs of a chunk."""
-        return 0 if self.bits == 32 else CHUNK * (2 if self.minimum else 1)
 
 
 def _vector(lanes: int) -> Any:

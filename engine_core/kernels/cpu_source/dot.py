@@ -7,22 +7,19 @@ and only what follows, once a block, is float arithmetic. A row of the result de
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_tile import BLOCK, CHUNK, Emit, WeightFormat
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, WeightFormat
+from engine_core.kernels.cpu_source.tile import Emit
 
 LANES = 16  # outputs in a vector
 STEP = 4  # inputs that one lane multiplies at once
-# A block of inputs: 32 int8, then float32 scale, float32 scale * sum of the integers, int32 -offset * sum.
-SCALE, SCALED_SUM, START = BLOCK, BLOCK + 4, BLOCK + 8
-X_BLOCK_BYTES = BLOCK + 12
+SCALE, SCALED_SUM, START = BLOCK, BLOCK + 4, BLOCK + 8  # where in a block of rounded inputs
 
 _I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, _F32 = ir.HalfType(), ir.FloatType()
@@ -30,15 +27,6 @@ _MAGIC = 1.5 * 2**23  # added to a small float, it leaves no bits behind the poi
 _MAGIC_BITS = 0x4B400000
 _SMALLEST = 1e-30  # a block of smaller values counts as zeros: the inverse of its scale might be infinite
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
-
-
-@cache
-def dot_width() -> int:
-    """Bits of this processor's instruction for sums of four products of bytes; 0 if it has none."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512vnni"):
-        return 512
-    return 256 if features.get("avxvnni") else 0
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,0 +1,45 @@
+"""What the CPU kernels and their callers agree on: how weights and rounded inputs lie in memory, and sizes of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHUNK = 64  # outputs whose weights lie side by side, the unit of work: one row of input reads them front to back
+BLOCK = 32  # inputs that share a scale
+# A block of rounded inputs: 32 int8, float32 scale, float32 scale * sum of the integers, int32 -offset * sum.
+X_BLOCK_BYTES = BLOCK + 12
+GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
+QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention
+CONTEXT = 64  # positions per step of attention's softmax
+NO_WINDOW = 1 << 40  # positions: every query sees all before it
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a block of 32 weights is kept: as integers of 4 or 8 bits with a half-precision scale or as plain floats
+    (32), and whether a block has a minimum that is added to each of its weights."""
+
+    bits: int
+    minimum: bool = False
+
+    @property
+    def offset(self) -> int:
+        """What integers are raised by to be unsigned."""
+        return 128 if self.bits == 8 else 8 if self.bits == 4 and not self.minimum else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all the outputs of a chunk, without scales."""
+        return CHUNK * BLOCK * self.bits // 8
+
+    @property
+    def block_scales(self) -> int:
+        """Scales and minima of one block of all the outputs of a chunk."""
+        return 0 if self.bits == 32 else CHUNK * (2 if self.minimum else 1)
+
+
+# The shared state of a team: int64 cells, those that are written often in cache lines of their own.
+GENERATION, OPEN, INSIDE, SLEEPERS = 0, 8, 16, 24
+KERNEL, ARGS, SYSCALL, FUTEX, STOP = 32, 33, 34, 35, 36
+CELLS = 40
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # private to this process
