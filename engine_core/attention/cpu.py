@@ -23,7 +23,9 @@ class CpuAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.cache = torch.empty(0)
+        self._pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
         self._tasks = np.empty((0, 3), np.int64)
+        self._task_args = (0, 0)
         self._small = False
 
     @staticmethod
@@ -41,6 +43,7 @@ class CpuAttention:
         s = self.spec
         shape = (s.num_layers, 2, num_blocks, s.num_kv_heads * s.block_size * s.head_dim)
         self.cache = zeros(shape, s.dtype, s.device)
+        self._pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self.cache]
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the query tokens into tasks, those with the longest contexts first."""
@@ -52,16 +55,16 @@ class CpuAttention:
         ]
         self._tasks = np.array(tasks, np.int64).reshape(-1, 3)
         contexts = batch.positions.numpy()[self._tasks[:, 1]]
+        work = int((self._tasks[:, 2] * (contexts + 1)).sum())
         self._tasks = np.ascontiguousarray(self._tasks[np.argsort(-contexts, kind="stable")])
-        work = int((self._tasks[:, 2] * (contexts[np.argsort(-contexts, kind="stable")] + 1)).sum())
+        self._task_args = (self._tasks.ctypes.data, len(self._tasks))
         self._small = work * self.spec.num_heads * self.spec.head_dim <= SMALL
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         s = self.spec
-        keys, values = self.cache[layer]
-        kv, tables = (keys.data_ptr(), values.data_ptr()), batch.block_tables
+        kv, tables = self._pools[layer], batch.block_tables
         tokens = q.shape[0]
         out = torch.empty(tokens, s.num_heads * s.head_dim)
         written = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), batch.slot_mapping.data_ptr(), *kv)
@@ -71,7 +74,7 @@ class CpuAttention:
             (*written, tokens, s.num_kv_heads, s.head_dim, s.block_size),
             tokens >= QUERY_ROWS,
         )
-        where = (self._tasks.ctypes.data, len(self._tasks), q.data_ptr(), q.stride(0), out.data_ptr())
+        where = (*self._task_args, q.data_ptr(), q.stride(0), out.data_ptr())
         reads = (batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0), *kv)
         shape = (
             s.num_heads,

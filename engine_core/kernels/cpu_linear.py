@@ -30,6 +30,7 @@ class PackedLinear:
             self._quantize = kernel("linear:quantize")
         self._blocks, self._chunks = weight.data.shape[1], weight.data.shape[0]
         self._width = self._chunks * CHUNK
+        self._weights = (weight.data.data_ptr(), weight.scales.data_ptr())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         dtype = x.dtype
@@ -46,15 +47,12 @@ class PackedLinear:
         return out if dtype == torch.float32 else out.to(dtype)
 
     def _multiply(self, x: torch.Tensor, rows: int, out: torch.Tensor) -> None:
-        weight, blocks = self.weight, self._blocks
+        form, blocks = self.weight.form, self._blocks
         where = (blocks, self._chunks, out.data_ptr(), self._width)
-        if weight.form.bits == 32:
-            self._team.run(self._kernel, (x.data_ptr(), x.stride(0), rows, weight.data.data_ptr(), *where))
+        if form.bits == 32:
+            self._team.run(self._kernel, (x.data_ptr(), x.stride(0), rows, self._weights[0], *where))
             return
         rounded = torch.empty(rows, blocks * X_BLOCK_BYTES, dtype=torch.uint8)
         source, target = (x.data_ptr(), x.stride(0)), rounded.data_ptr()
-        self._team.run(
-            self._quantize, (*source, rows, blocks, target, weight.form.offset), rows * blocks * BLOCK > SMALL
-        )
-        weights = (weight.data.data_ptr(), weight.scales.data_ptr())
-        self._team.run(self._kernel, (target, rounded.stride(0), rows, *weights, *where))
+        self._team.run(self._quantize, (*source, rows, blocks, target, form.offset), rows * blocks * BLOCK > SMALL)
+        self._team.run(self._kernel, (target, rounded.stride(0), rows, *self._weights, *where))

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS
-from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, smaller, stack
+from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, prefetch, smaller, stack
 from engine_core.kernels.cpu_source.tile import dense_tile
 from engine_core.kernels.cpu_source.vector import exp_row, row_max
 
@@ -43,6 +44,18 @@ def write() -> Callable[[Any], None]:
                     values[start + offset * head_dim + d] = v_row[d]
 
     return kernel
+
+
+@numba.njit(inline="always")
+def fetch(pool, table, kv_heads, kv_head, start, stop, size, block_bytes):  # type: ignore[no-untyped-def]
+    """Have K or V of the positions from `start` to `stop` come from memory while something else is computed.
+
+    Blocks lie anywhere in the pool, so the processor does not know which comes next.
+    """
+    for block in range(start // size, (stop + size - 1) // size):
+        address = pool + (table[block] * kv_heads + kv_head) * block_bytes
+        for line in range(block_bytes // 64):
+            prefetch(address + line * 64)
 
 
 def attend() -> Callable[[Any], None]:
@@ -82,8 +95,11 @@ def attend() -> Callable[[Any], None]:
                 largest[r], weight[r] = np.float32(-np.inf), np.float32(0)
             context = positions[first + count - 1] + 1
             oldest = larger(positions[first] + 1 - window, 0)  # what the task's first query sees
-            for start in range(oldest // CONTEXT * CONTEXT, context, CONTEXT):
+            begin, block_bytes = oldest // CONTEXT * CONTEXT, dim * size * 4
+            fetch(keys, table, kv_heads, kv_head, begin, smaller(begin + CONTEXT, context), size, block_bytes)
+            for start in range(begin, context, CONTEXT):
                 stop = smaller(start + CONTEXT, context)
+                fetch(values, table, kv_heads, kv_head, start, stop, size, block_bytes)
                 for at in range(start, stop, GROUP):  # scores = queries @ keys
                     block = (table[at // size] * kv_heads + kv_head) * dim * size
                     k_at = keys + (block + at % size) * 4
@@ -102,6 +118,7 @@ def attend() -> Callable[[Any], None]:
                         else:
                             score1(a, dim, k_at, size, dim, c, CONTEXT)
                             r += 1
+                fetch(keys, table, kv_heads, kv_head, stop, smaller(stop + CONTEXT, context), size, block_bytes)
                 width = (stop - start + 7) // 8
                 for r in range(rows):  # softmax so far
                     known = positions[first + r // shared] + 1 - start
