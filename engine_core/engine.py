@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from engine_core.errors import UserError
 from engine_core.limits import Limits
 from engine_core.outcome import Committed, Ending
 from engine_core.plan import InFlight, ModelFacts, Runner, StepPlan, StepTokens
@@ -161,7 +162,8 @@ class Engine:
                 in_flight.wait()  # its blocks must not be given to others while the device still writes to them
         plans = [plan, *(later for later, _ in self._in_flight)]
         self._in_flight.clear()
-        reason = f"the engine failed: {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        reason = f"the engine failed: {kind}{error}"
         what = Error(status=500, message=reason, type="server_error")
         for lost in plans:
             for ending in self.scheduler.abandon(lost, what):

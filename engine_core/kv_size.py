@@ -11,6 +11,7 @@ from engine_core.models.config import ModelConfig
 from ipc.config import EngineConfig
 
 GIB = 2**30
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -28,17 +29,18 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def choose_num_blocks(config: EngineConfig, spec: AttentionSpec, max_model_len: int) -> tuple[int, int]:
     """Blocks of the KV pool, with the unused block 0, and the context length it allows: (num_blocks, max_model_len).
 
-    Without --kv-tokens the pool takes its share of the free memory, but never more than all requests at full length
-    need. Without --max-model-len a pool too small for the model's whole context shortens it.
+    Without --kv-tokens and --kv-bytes the pool takes its share of the free memory, but never more than all requests at
+    full length need. Without --max-model-len a pool too small for the model's whole context shortens it.
     """
     block_bytes = spec.kv_bytes_per_token * spec.block_size
     free = _free_bytes(spec.device)
-    if config.kv_tokens is not None:
-        blocks = -(-config.kv_tokens // spec.block_size)
+    blocks = _wanted_blocks(config, spec.block_size, block_bytes)
+    if blocks is not None:
         if blocks * block_bytes > free:
+            wanted = f"--kv-bytes {config.kv_bytes}" if config.kv_bytes else f"--kv-tokens {config.kv_tokens}"
             raise UserError(
-                f"--kv-tokens {config.kv_tokens} needs {blocks * block_bytes / GIB:.1f} GiB, but only "
-                f"{free / GIB:.1f} GiB are free; --kv-tokens {free // block_bytes * spec.block_size} would fit"
+                f"{wanted} needs {blocks * block_bytes / GIB:.1f} GiB, but only {free / GIB:.1f} GiB are free; "
+                f"--kv-tokens {free // block_bytes * spec.block_size} would fit"
             )
     else:
         share = _pool_bytes(config, spec.device, free)
@@ -47,7 +49,7 @@ def choose_num_blocks(config: EngineConfig, spec: AttentionSpec, max_model_len: 
         if blocks < 1:
             raise UserError(
                 f"no memory is left for the KV pool: {free / GIB:.2f} GiB are free and one block takes "
-                f"{block_bytes / 2**20:.1f} MiB; free some memory or raise {_share_flag(spec.device)}"
+                f"{block_bytes / 2**20:.1f} MiB; free some memory or raise {pool_flag(config, spec.device)}"
             )
     capacity = blocks * spec.block_size
     if capacity >= max_model_len:
@@ -55,7 +57,7 @@ def choose_num_blocks(config: EngineConfig, spec: AttentionSpec, max_model_len: 
     if config.max_model_len is not None:
         raise UserError(
             f"the KV pool of {capacity} tokens cannot hold one request of --max-model-len {max_model_len}; raise "
-            f"{'--kv-tokens' if config.kv_tokens is not None else _share_flag(spec.device)} or lower --max-model-len"
+            f"{pool_flag(config, spec.device)} or lower --max-model-len"
         )
     return blocks + 1, capacity
 
@@ -71,5 +73,28 @@ def _pool_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
     return max(0, int(free - total * (1.0 - config.gpu_memory_utilization)))
 
 
-def _share_flag(device: torch.device) -> str:
+def _wanted_blocks(config: EngineConfig, block_size: int, block_bytes: int) -> int | None:
+    """Blocks of the pool if the settings say how large it is to be."""
+    if config.kv_tokens is not None and config.kv_bytes is not None:
+        raise UserError("--kv-tokens and --kv-bytes both set the size of the KV pool; give one of them")
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // block_size)
+    if config.kv_bytes is None:
+        return None
+    blocks = parse_bytes(config.kv_bytes) // block_bytes
+    if blocks < 1:
+        raise UserError(f"--kv-bytes {config.kv_bytes} is less than one block takes: {block_bytes / 2**20:.1f} MiB")
+    return blocks
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "20GiB", "1.5GB" or "1000000"."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    return int(float(text.removesuffix(unit)) * UNITS.get(unit, 1))
+
+
+def pool_flag(config: EngineConfig, device: torch.device) -> str:
+    """The flag that sets the size of the pool."""
+    if config.kv_tokens is not None or config.kv_bytes is not None:
+        return "--kv-tokens" if config.kv_tokens is not None else "--kv-bytes"
     return "--gpu-memory-utilization" if device.type == "cuda" else "--cpu-memory-utilization"

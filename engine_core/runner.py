@@ -16,19 +16,20 @@ from engine_core.attention.select import check_attention, make_attention
 from engine_core.batch import make_batch
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
-from engine_core.kv_size import choose_max_model_len, choose_num_blocks
+from engine_core.kv_size import choose_max_model_len, choose_num_blocks, pool_flag
 from engine_core.layers.linear import WeightsMode, choose_mode
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
 from engine_core.loader.select import open_checkpoint
+from engine_core.memory import SMALLER_STEPS, out_of_memory
 from engine_core.models.config import ModelConfig
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.models.registry import model_class
-from engine_core.plan import ModelFacts, ProgressCallback, Runner, ScheduledRow, StepPlan, StepTokens
+from engine_core.plan import ModelFacts, ProgressCallback, Runner, StepPlan, StepTokens
 from engine_core.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine_core.request import Request
 from engine_core.sampler import Sampler
+from engine_core.warmup import run_largest_step, warm_up
 from ipc.config import EngineConfig
-from ipc.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine_core.cuda.runner import CudaRunner
@@ -54,9 +55,17 @@ class ModelRunner:
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
 
-    @torch.inference_mode()
+    def allocate(self, num_blocks: int, graphs: bool = False) -> None:
+        """Make the KV pool. There are no graphs here."""
+        self.attention.allocate(num_blocks)
+
     def launch(self, plan: StepPlan) -> Done:
         """Compute all rows of `plan` and sample for those that ask for it."""
+        with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
+            return self._run(plan)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> Done:
         if not plan.rows:
             return Done(StepTokens([]))
         batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
@@ -91,26 +100,35 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
     check_attention(config.attention, device)
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config))
-    with _timed(seconds, "load"):
+    with _timed(seconds, "weights"):
         report("loading weights", 0.0)
         checkpoint = open_checkpoint(config.model, config.load_format, config.seed, device)
         max_model_len = choose_max_model_len(config, checkpoint.config)
         mode = choose_mode(config.weights, checkpoint.quantized, device)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
-    with _timed(seconds, "kv pool"):
+    spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
+    with out_of_memory("the runner's buffers", SMALLER_STEPS):
+        runner = _make_runner(config, model, spec, max_model_len)
+    if device.type == "cuda":
+        with _timed(seconds, "largest step"):
+            report("running the largest step", None)
+            torch.cuda.empty_cache()  # what loading left behind
+            runner.allocate(1)
+            run_largest_step(runner, config, spec.block_size, max_model_len)
+    with _timed(seconds, "KV pool"):
         report("allocating the KV pool", None)
-        spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
         num_blocks, max_model_len = choose_num_blocks(config, spec, max_model_len)
-        with _out_of_memory(f"{num_blocks * config.block_size} KV tokens", "lower --kv-tokens"):
-            runner = _make_runner(config, model, spec, num_blocks, max_model_len)
+        what = f"{(num_blocks - 1) * spec.block_size} KV tokens"
+        with out_of_memory(what, f"lower {pool_flag(config, device)}"):
+            runner.allocate(num_blocks, config.cuda_graphs)
     with _timed(seconds, "warm-up"):
         report("warming up", None)
-        _warm_up(runner, config, num_blocks)
+        warm_up(runner, config, spec.block_size, num_blocks)
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=spec.block_size,
         eos_token_ids=checkpoint.config.eos_token_ids,
         architecture=checkpoint.config.architecture,
         device=device.type,
@@ -124,15 +142,13 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
 
 
 def _make_runner(
-    config: EngineConfig, model: LlamaForCausalLM, spec: AttentionSpec, num_blocks: int, max_model_len: int
+    config: EngineConfig, model: LlamaForCausalLM, spec: AttentionSpec, max_model_len: int
 ) -> ModelRunner | CudaRunner:
     if spec.device.type == "cuda" and config.attention != "torch":
         from engine_core.cuda.runner import CudaRunner  # needs triton
 
-        return CudaRunner(model, spec, config, num_blocks, max_model_len)
-    attention = make_attention(config.attention, spec)
-    attention.allocate(num_blocks)
-    return ModelRunner(model, attention, spec, config.max_num_seqs)
+        return CudaRunner(model, spec, config, max_model_len)
+    return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs)
 
 
 def _load_model(
@@ -144,7 +160,10 @@ def _load_model(
     progress: ProgressCallback,
 ) -> LlamaForCausalLM:
     build = ModelBuilder(checkpoint, mode, dtype, device, progress)
-    with _out_of_memory(f"the weights of {path}", "use a smaller or quantized model (GGUF), or --dtype bfloat16"):
+    remedy = "a smaller model, or --dtype bfloat16"
+    if device.type == "cpu":
+        remedy = "a smaller or quantized model (GGUF), or --dtype bfloat16"
+    with out_of_memory(f"the weights of {path}", f"use {remedy}"):
         model = model_class(checkpoint.config.architecture)(build)
     unused = checkpoint.unused()
     if unused:
@@ -170,34 +189,8 @@ def _attention_spec(model: ModelConfig, block_size: int, dtype: torch.dtype, dev
     )
 
 
-def _warm_up(runner: ModelRunner | CudaRunner, config: EngineConfig, num_blocks: int) -> None:
-    """A short prompt and a decode step: compiles kernels and touches the weights before the first request does."""
-    room = (num_blocks - 1) * config.block_size
-    count = max(1, min(config.max_num_batched_tokens, 32, room - 1))
-    request = Request(-1, [0] * count, SamplingParams(temperature=0.0), block_ids=list(range(1, num_blocks)), slot=0)
-    with _out_of_memory("a step", "lower --max-num-batched-tokens or --kv-tokens"):
-        tokens = runner.launch(StepPlan((ScheduledRow(request, 0, count, True),), num_tokens=count)).wait()
-        request.output_ids += tokens.token_ids
-        if count < room:
-            runner.launch(StepPlan((ScheduledRow(request, count, 1, True),), num_tokens=1, num_decodes=1)).wait()
-    runner.release(request)
-
-
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - start
-
-
-@contextmanager
-def _out_of_memory(what: str, remedy: str) -> Iterator[None]:
-    """Turns an allocation failure into a plain error."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise UserError(f"not enough memory for {what}; {remedy}") from error
-    except RuntimeError as error:  # what torch's CPU allocator raises
-        if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
-            raise
-        raise UserError(f"not enough memory for {what}; {remedy}") from error

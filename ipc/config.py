@@ -59,6 +59,10 @@ class EngineOptions(Config, frozen=True):
     kv_tokens: Annotated[
         Positive | None, option("Memory & scheduling", "KV cache size in tokens [from free memory]")
     ] = None
+    kv_bytes: Annotated[
+        Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i?B)?$")] | None,
+        option("Memory & scheduling", "KV cache size in bytes, such as 20GiB [from free memory]"),
+    ] = None
     gpu_memory_utilization: Annotated[Fraction, option("Memory & scheduling", "share of the GPU's memory to use")] = 0.9
     cpu_memory_utilization: Annotated[
         Fraction, option("Memory & scheduling", "share of free memory for KV on the CPU")

@@ -27,8 +27,8 @@ Step = Callable[[], None]  # reads the inputs it was made for, and draws the tok
 class GraphCache:
     """Graphs by key, in one memory pool: only one runs at a time. Not `enabled`: the same steps, launch by launch."""
 
-    def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
+        self.enabled = False
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch's opaque handle
 
@@ -37,7 +37,7 @@ class GraphCache:
 
         `padding`: inputs of a step made of padding alone, to compile and capture with.
         """
-        if not self._enabled:
+        if not self.enabled:
             step()
             return
         graph = self._graphs.get(key)

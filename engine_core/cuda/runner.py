@@ -21,6 +21,7 @@ from engine_core.cuda.sampling import DeviceSampler, Needs
 from engine_core.cuda.state import SlotState, Staging
 from engine_core.kernels import triton_attention, triton_pointwise, triton_step
 from engine_core.layers.embedding import DenseEmbedding
+from engine_core.memory import SMALLER_STEPS, out_of_memory
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.plan import ScheduledRow, StepPlan, StepTokens
 from engine_core.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
@@ -35,29 +36,38 @@ class CudaRunner:
 
     attention_name = "triton"
 
-    def __init__(
-        self, model: LlamaForCausalLM, spec: AttentionSpec, config: EngineConfig, num_blocks: int, max_model_len: int
-    ) -> None:
+    def __init__(self, model: LlamaForCausalLM, spec: AttentionSpec, config: EngineConfig, max_model_len: int) -> None:
         device, seqs = spec.device, config.max_num_seqs
         self.model, self.spec = FusedModel(model), spec
         assert isinstance(model.embedding, DenseEmbedding)  # weights on a GPU are dense
         self.embedding = model.embedding.weight
-        shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self.cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+        self.cache = torch.empty(0)
         cos, sin = model.rope.angles(torch.arange(max_model_len, device=device), torch.float32)
         self.cos_sin = torch.cat((cos, sin), -1).flatten(1).contiguous()
         self.sampling = DeviceSampler(model.config.vocab_size, seqs, max(seqs, MAX_PROMPT_ROWS), device)
         self.state = SlotState(seqs, -(-max_model_len // spec.block_size), device, self.sampling.enter)
         self.staging = Staging(6 * config.max_num_batched_tokens + 8 * seqs + 8192, device)
         self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
-        graphs = GraphCache(enabled=config.cuda_graphs)
-        self.decode_graphs = DecodeGraphs(graphs, self._decode_step, seqs, self.state.pad, device)
+        self.graphs = GraphCache()
+        self.decode_graphs = DecodeGraphs(self.graphs, self._decode_step, seqs, self.state.pad, device)
         tile = triton_attention.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.layout = MixedLayout(tile, self.state.pad, device)
-        self.mixed_graphs = MixedGraphs(graphs, self._mixed_step, self.layout)
+        self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout)
+
+    def allocate(self, num_blocks: int, graphs: bool = False) -> None:
+        """Make the KV pool. `graphs`: the steps over it may be captured, which ties them to its address."""
+        s = self.spec
+        self.cache = torch.empty(0)  # two pools at once would not fit
+        shape = (s.num_layers, 2, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
+        self.cache = torch.zeros(shape, dtype=s.dtype, device=s.device)
+        self.graphs.enabled = graphs
+
+    def launch(self, plan: StepPlan) -> CudaStep:
+        with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
+            return self._launch(plan)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> CudaStep:
+    def _launch(self, plan: StepPlan) -> CudaStep:
         turn = self.sampling.results.next_turn()
         sampling = [row for row in plan.rows if row.samples]
         result = StepTokens([])

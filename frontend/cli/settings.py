@@ -104,8 +104,10 @@ def _describe(kind: inspect.Type) -> tuple[str, str]:
         case inspect.FloatType():
             low = f"above {kind.gt:g} and at most" if kind.gt is not None else f"between {kind.ge:g} and"
             return f"a number {low} {kind.le:g}", "X"
-        case inspect.StrType():
+        case inspect.StrType(pattern=None):
             return "text", "TEXT"
+        case inspect.StrType():  # the one pattern there is
+            return "a size such as 20GiB", "SIZE"
     raise TypeError(f"a setting cannot be of type {kind}")
 
 

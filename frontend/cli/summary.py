@@ -41,11 +41,15 @@ def chosen(known: dict[str, Any]) -> list[tuple[str, str]]:
         "max_model_len": "context",
     }
     units = {"kv_tokens": " tokens", "max_model_len": " tokens"}
-    return [
-        (label, f"{known[key]:,}{units.get(key, '')}" if isinstance(known[key], int) else str(known[key]))
+    rows = {
+        label: f"{known[key]:,}{units.get(key, '')}" if isinstance(known[key], int) else str(known[key])
         for key, label in labels.items()
         if known.get(key) is not None
-    ]
+    }
+    if "KV cache" in rows and known.get("max_model_len"):
+        longest = known["max_model_len"]
+        rows["KV cache"] += f", {known['kv_tokens'] // longest:,} requests of {longest:,}"
+    return list(rows.items())
 
 
 def start_up(facts: Facts) -> list[tuple[str, str]]:

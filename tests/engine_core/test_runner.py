@@ -11,12 +11,16 @@ import torch
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.batch import make_batch
+from engine_core.build import build_engine
 from engine_core.errors import UserError
 from engine_core.kv_size import choose_num_blocks
 from engine_core.plan import ScheduledRow, StepPlan, StepTokens
 from engine_core.request import Request
 from engine_core.runner import ModelRunner, build_runner
+from engine_core.warmup import largest_step, run_largest_step
+from ipc.codec import pack_ids
 from ipc.config import EngineConfig
+from ipc.messages import Generate
 from ipc.sampling import SamplingParams
 from tests.engine_core.tiny_models import load, reference_logits, save_model, scattered_requests
 
@@ -128,6 +132,10 @@ def test_facts_and_progress(tmp_path: Path) -> None:
     [
         ({"max_model_len": 513}, r"--max-model-len 513 must be .* 512 tokens"),
         ({"kv_tokens": 10**12}, r"--kv-tokens 1000000000000 needs .* GiB.*--kv-tokens \d+ would fit"),
+        ({"kv_bytes": "10TiB"}, r"--kv-bytes 10TiB needs 10240.0 GiB, .*--kv-tokens \d+ would fit"),
+        ({"kv_bytes": "1KB"}, r"--kv-bytes 1KB is less than one block takes: 0.\d MiB"),
+        ({"kv_bytes": "1GB", "kv_tokens": 100}, "give one of them"),
+        ({"kv_bytes": "100KB", "max_model_len": 200}, r"cannot hold one request .*raise --kv-bytes or lower"),
         ({"kv_tokens": 100, "max_model_len": 200}, r"cannot hold one request .*raise --kv-tokens or lower"),
         ({"attention": "flash_attn"}, "--attention flash_attn"),
         ({"device": "cuda"}, "--device cuda"),
@@ -165,6 +173,32 @@ def test_the_pool_takes_its_share_but_no_more_than_all_requests_need() -> None:
     assert 5 * small < large < 20 * small
 
 
+def test_a_pool_of_so_many_bytes() -> None:
+    one = spec().kv_bytes_per_token * 16
+    for text, size in (("3MiB", 3 * 2**20), ("1.5MB", 1_500_000), (str(5 * one - 1), 5 * one - 1)):
+        blocks, _ = choose_num_blocks(EngineConfig(model="", kv_bytes=text), spec(), 10**6)
+        assert blocks == 1 + size // one
+
+
+def test_the_largest_step_fills_every_limit_and_stays_in_block_0() -> None:
+    for seqs, budget, length in ((4, 64, 1000), (4, 64, 10), (8, 3, 100), (1, 50, 50), (3, 3, 1)):
+        config = EngineConfig(model="", max_num_seqs=seqs, max_num_batched_tokens=budget)
+        plan = largest_step(config, 16, length)
+        assert plan.num_tokens == sum(row.count for row in plan.rows) == min(budget, min(seqs, budget) * length)
+        assert [row.request.slot for row in plan.rows] == list(range(min(seqs, budget)))
+        assert all(row.samples and row.count <= length for row in plan.rows)
+        assert all(set(row.request.block_ids) == {0} for row in plan.rows)
+
+
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
+def test_the_largest_step_runs_in_a_pool_of_one_block(attention: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    config = EngineConfig(model=str(tmp_path), max_num_seqs=5, max_num_batched_tokens=90)
+    runner = load(tmp_path, attention=attention, max_num_seqs=5)
+    runner.allocate(1)
+    run_largest_step(runner, config, 16, 64)
+
+
 def test_a_share_too_small_for_one_block_names_the_flag() -> None:
     config = EngineConfig(model="", cpu_memory_utilization=1e-12)
     with pytest.raises(UserError, match="--cpu-memory-utilization"):
@@ -179,5 +213,39 @@ def test_an_allocation_that_fails_is_explained(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(TorchAttention, "allocate", fail)
     save_model(tmp_path, "llama")
-    with pytest.raises(UserError, match="not enough memory for 1040 KV tokens; lower --kv-tokens"):
+    with pytest.raises(UserError, match="not enough memory for 1024 KV tokens; lower --kv-tokens"):
         load(tmp_path, attention="torch")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9")]
+)
+def test_a_step_without_memory_ends_its_requests_and_names_the_flags(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, "llama")
+    engine = build_engine(EngineConfig(model=str(tmp_path), kv_tokens=512, threads=1, device="cpu"))
+    assert isinstance(engine._runner, ModelRunner)
+    forward = engine._runner.model.forward
+
+    def add(request_id: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3)
+        engine.add(
+            Generate(request_id=request_id, frontend=0, prompt_ids=pack_ids([1] * 20), sampling=sampling, arrival=0)
+        )
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise error
+
+    add(1)
+    monkeypatch.setattr(engine._runner.model, "forward", fail)
+    (lost,) = engine.step().finished
+    assert lost.error is not None
+    assert lost.error.message == (
+        "the engine failed: not enough memory for a step of 20 tokens; "
+        "lower --max-num-batched-tokens, --max-num-seqs or the KV pool (--kv-tokens)"
+    )
+    monkeypatch.setattr(engine._runner.model, "forward", forward)
+    add(2)
+    ended = [finished for _ in range(3) for finished in engine.step().finished]
+    assert [finished.reason for finished in ended] == ["length"]

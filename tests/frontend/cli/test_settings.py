@@ -43,7 +43,7 @@ def test_default_file_is_read_if_there_and_nothing_happens_if_not(tmp_path: Path
 
 
 def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
-    samples = {"N": 1024, "X": 0.5, "TEXT": "text", "": True}
+    samples = {"N": 1024, "X": 0.5, "TEXT": "text", "SIZE": "1.5GiB", "": True}
     for key, opt in OPTIONS.items():
         if key == "config":
             continue
