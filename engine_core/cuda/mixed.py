@@ -74,7 +74,7 @@ def mixed_inputs(
             blocks[where // block_size - row.start // block_size] * block_size + where % block_size
         )
     decodes = int((counts == 1).sum())
-    tile = query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    tile = query_tile(spec)
     tiles = [
         (index, first)
         for index in range(0 if tile_all else decodes, len(rows))

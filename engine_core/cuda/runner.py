@@ -50,7 +50,7 @@ class CudaRunner:
         self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
         self.graphs = GraphCache()
         self.decode_graphs = DecodeGraphs(self.graphs, self._decode_step, seqs, self.state.pad, device)
-        tile = triton_attention.query_tile(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        tile = triton_attention.query_tile(spec)
         self.layout = MixedLayout(tile, self.state.pad, device)
         self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout)
 

@@ -198,10 +198,24 @@ def _merge(
         )
 
 
-def query_tile(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Query tokens per prefill program: with the heads of a group stacked, 128 rows (64 for head size 256)."""
-    group: int = triton.next_power_of_2(heads // kv_heads)
-    return max(1, (128 if head_dim <= 128 else 64) // group)
+class _PrefillShape(NamedTuple):
+    rows: int  # query tokens of a program times the heads of a group, padded
+    keys: int  # per tile
+    stages: int
+
+
+def _prefill_shape(spec: AttentionSpec) -> _PrefillShape:
+    small = spec.head_dim <= 128
+    if spec.dtype == torch.float32:
+        # Exact products are plain multiply-adds, unrolled: at the other sizes the compiler takes minutes.
+        return _PrefillShape(32, 32, 2) if small else _PrefillShape(16, 32, 1)
+    return _PrefillShape(128, 64, 3) if small else _PrefillShape(64, 64, 2)
+
+
+def query_tile(spec: AttentionSpec) -> int:
+    """Query tokens per program of the prefill kernel."""
+    group: int = triton.next_power_of_2(spec.num_heads // spec.num_kv_heads)
+    return max(1, _prefill_shape(spec).rows // group)
 
 
 def paged_prefill(
@@ -222,7 +236,7 @@ def paged_prefill(
     Writes `out` [tokens, heads * head_dim] for the tokens of the rows that have tiles.
     """
     heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    dim = triton.next_power_of_2(head_dim)
+    dim, shape = triton.next_power_of_2(head_dim), _prefill_shape(spec)
     _prefill[(kv_heads, tile_rows.shape[0])](
         qkv,
         cache[0],
@@ -241,12 +255,12 @@ def paged_prefill(
         heads,
         kv_heads,
         spec.block_size,
-        query_tile(heads, kv_heads, head_dim),
-        64,
+        query_tile(spec),
+        shape.keys,
         head_dim,
         dim,
         triton.next_power_of_2(heads // kv_heads),
         window is not None,
-        3 if dim <= 128 else 2,
+        shape.stages,
         num_warps=4,
     )

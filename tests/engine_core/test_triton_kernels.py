@@ -19,7 +19,7 @@ from engine_core.layers.norm import RMSNorm
 GPU = torch.cuda.is_available()  # if not, tests/conftest.py has chosen the interpreter
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float16]  # the interpreter gets bf16 products wrong
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 NAN = float("nan")
 
 
@@ -223,6 +223,7 @@ def check_decode(
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)  # float32 has tiles of its own
 def test_prefill_of_chunks(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     check_prefill(heads, [1, 5, 33, 40], [0, 16, 100, 3], None, dtype)
 
@@ -240,7 +241,7 @@ def check_prefill(
     num_heads, kv_heads, dim = heads
     starts = [0, *itertools.accumulate(counts)]
     qkv = random(sum(counts), (num_heads + 2 * kv_heads) * dim, dtype=dtype)
-    tile = triton_attention.query_tile(num_heads, kv_heads, dim)
+    tile = triton_attention.query_tile(pool.spec)
     tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, tile)]
     rows, firsts = (torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*tiles, strict=True))
     out = torch.full((sum(counts), num_heads * dim), NAN, dtype=dtype, device=DEVICE)
