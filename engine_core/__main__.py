@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import msgspec
+import psutil
 
 from engine_core.build import build_engine
 from engine_core.engine import Engine
@@ -18,6 +20,7 @@ from ipc.runtime import Child, child_main
 
 
 def main(config: EngineProcessConfig, child: Child) -> None:
+    imported = time.time() - psutil.Process().create_time()
     with child.phase("starting the engine"):
         engine = build_engine(config.engine, child.progress)
     outboxes = connect(config.endpoints, "detokenizer", "frontends")
@@ -25,14 +28,14 @@ def main(config: EngineProcessConfig, child: Child) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays: later collections need not look at it
     with Receiver[EngineMessage](config.endpoints.engine, EngineMessage) as inbox, shutdown_on_sigterm(inbox):
-        child.ready(ready_facts(engine))
+        child.ready(ready_facts(engine, imported))
         run(engine, inbox, detokenizer, outboxes.values())
 
 
-def ready_facts(engine: Engine) -> dict[str, Any]:
-    """What the others and the user need to know, as plain JSON values."""
+def ready_facts(engine: Engine, imported: float) -> dict[str, Any]:
+    """What the others and the user need to know, as plain JSON values. `imported`: seconds until `main` ran."""
     facts: dict[str, Any] = msgspec.to_builtins(engine.facts)
-    facts["load_seconds"] = facts.pop("seconds")
+    facts["load_seconds"] = {"import": imported, **facts.pop("seconds")}
     facts["eos_token_ids"] = sorted(engine.facts.eos_token_ids)
     facts["kv_tokens"] = engine.scheduler.limits.kv_tokens
     facts["max_model_len"] = engine.scheduler.limits.max_request_tokens

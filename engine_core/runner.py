@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,12 @@ from engine_core.attention.select import check_attention, make_attention
 from engine_core.batch import make_batch
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
+from engine_core.kernels.cpu_cache import has_kernels
 from engine_core.kv_size import choose_max_model_len, choose_num_blocks, pool_flag
 from engine_core.layers.linear import WeightsMode, choose_mode
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
 from engine_core.loader.select import open_checkpoint
+from engine_core.loader.upload import Uploader
 from engine_core.memory import SMALLER_STEPS, out_of_memory
 from engine_core.models.config import ModelConfig
 from engine_core.models.llama import LlamaForCausalLM
@@ -58,6 +60,9 @@ class ModelRunner:
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. There are no graphs here."""
         self.attention.allocate(num_blocks)
+
+    def compile(self, report: Callable[[float], None]) -> None:
+        """Nothing: torch's kernels come compiled, and the CPU's compile where they first run."""
 
     def launch(self, plan: StepPlan) -> Done:
         """Compute all rows of `plan` and sample for those that ask for it."""
@@ -110,10 +115,13 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
         runner = _make_runner(config, model, spec, max_model_len)
     if device.type == "cuda":
+        runner.allocate(1)  # a block that all rows of what comes next write to
+        with _timed(seconds, "kernels"):
+            report("compiling kernels", None)
+            runner.compile(lambda done: report("compiling kernels", done))
         with _timed(seconds, "largest step"):
             report("running the largest step", None)
-            torch.cuda.empty_cache()  # what loading left behind
-            runner.allocate(1)
+            torch.cuda.empty_cache()  # what came before has left memory behind that this step need not use
             run_largest_step(runner, config, spec.block_size, max_model_len)
     with _timed(seconds, "KV pool"):
         report("allocating the KV pool", None)
@@ -122,8 +130,8 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
         with out_of_memory(what, f"lower {pool_flag(config, device)}"):
             runner.allocate(num_blocks, config.cuda_graphs)
     with _timed(seconds, "warm-up"):
-        report("warming up", None)
-        warm_up(runner, config, spec.block_size, num_blocks)
+        report("compiling kernels" if device.type == "cpu" and not has_kernels() else "warming up", None)
+        warm_up(runner, config, spec, num_blocks)
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,
@@ -159,11 +167,13 @@ def _load_model(
     device: torch.device,
     progress: ProgressCallback,
 ) -> LlamaForCausalLM:
-    build = ModelBuilder(checkpoint, mode, dtype, device, progress)
     remedy = "a smaller model, or --dtype bfloat16"
     if device.type == "cpu":
         remedy = "a smaller or quantized model (GGUF), or --dtype bfloat16"
-    with out_of_memory(f"the weights of {path}", f"use {remedy}"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory(f"the weights of {path}", f"use {remedy}"))
+        uploader = stack.enter_context(Uploader(device)) if device.type == "cuda" else None
+        build = ModelBuilder(checkpoint, mode, dtype, device, progress, uploader)
         model = model_class(checkpoint.config.architecture)(build)
     unused = checkpoint.unused()
     if unused:
@@ -189,7 +199,7 @@ def _attention_spec(model: ModelConfig, block_size: int, dtype: torch.dtype, dev
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
     yield

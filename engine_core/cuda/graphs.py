@@ -16,6 +16,7 @@ import torch
 
 from engine_core.cuda.mixed import MixedInputs, MixedLayout
 from engine_core.cuda.sampling import Needs
+from engine_core.cuda.state import aligned
 from engine_core.plan import ScheduledRow
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -75,8 +76,10 @@ class DecodeInputs:
 
     @staticmethod
     def allocate(rows: int, device: torch.device) -> DecodeInputs:
-        buffer = torch.zeros(4 * rows + 1, dtype=torch.int32, device=device)
-        return DecodeInputs(buffer, *buffer.split((rows, rows, rows, rows, 1)))
+        width = aligned(rows)
+        buffer = torch.zeros(4 * width + 1, dtype=torch.int32, device=device)
+        slots, lengths, new_blocks, order = (part[:rows] for part in buffer[:-1].split(width))
+        return DecodeInputs(buffer, slots, lengths, new_blocks, order, buffer[-1:])
 
 
 DecodeStep = Callable[[DecodeInputs, int, Needs], None]  # inputs, longest context, what its rows are drawn with
@@ -93,17 +96,20 @@ class DecodeGraphs:
     ) -> np.ndarray:
         """int32 in the layout of `DecodeInputs`, padded to the next size of the ladder."""
         rows = len(slots)
-        size = next(size for size in self.sizes if size >= rows)
-        values = np.empty(4 * size + 1, np.int32)
-        parts = values[:-1].reshape(4, size)
+        size = self.size_for(rows)
+        values = np.empty(4 * aligned(size) + 1, np.int32)
+        parts = values[:-1].reshape(4, -1)
         for part, given, padding in zip(parts, (slots, lengths, new_blocks), (self._pad_slot, 1, -1), strict=False):
             part[:rows], part[rows:] = given, padding
-        parts[3] = np.argsort(-parts[1], kind="stable")
+        parts[3, :size] = np.argsort(-parts[1, :size], kind="stable")
         values[-1] = turn
         return values
 
     def inputs(self, rows: int) -> DecodeInputs:
-        return self._inputs[next(size for size in self.sizes if size >= rows)]
+        return self._inputs[self.size_for(rows)]
+
+    def size_for(self, rows: int) -> int:
+        return next(size for size in self.sizes if size >= rows)
 
     def replay(self, rows: int, longest: int, needs: Needs) -> None:
         """Run the step whose inputs are in `inputs(rows)`."""

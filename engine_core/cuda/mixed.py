@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engine_core.attention.base import AttentionSpec
+from engine_core.cuda.state import aligned
 from engine_core.kernels.triton_attention import query_tile
 from engine_core.plan import ScheduledRow
 
@@ -118,7 +119,8 @@ class MixedLayout:
 
     def lengths(self, tokens: int, rows: int) -> list[int]:
         tiles = -(-tokens // self.tile) + rows
-        return [tokens, tokens, tokens, tokens, rows, rows, rows + 1, tiles, tiles, rows, rows, rows, 1]
+        lengths = [tokens] * 4 + [rows, rows, rows + 1, tiles, tiles] + [rows] * 3 + [1]
+        return [aligned(length) for length in lengths]
 
     def padded(self, arrays: Sequence[np.ndarray], tokens: int, rows: int) -> np.ndarray:
         """One int32 array. Needs fewer real rows than `rows`: the last one is padding, and owns the tiles left over."""

@@ -7,19 +7,20 @@ come back on their own stream into pinned memory, and a decode step is one CUDA 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.cuda.forward import FusedModel
-from engine_core.cuda.graphs import MAX_PROMPT_ROWS, DecodeGraphs, DecodeInputs, GraphCache, MixedGraphs
+from engine_core.cuda.graphs import MAX_PROMPT_ROWS, TOKEN_LADDER, DecodeGraphs, DecodeInputs, GraphCache, MixedGraphs
 from engine_core.cuda.mixed import MixedHost, MixedInputs, MixedLayout, mixed_inputs
 from engine_core.cuda.results import CudaStep
 from engine_core.cuda.sampling import DeviceSampler, Needs
 from engine_core.cuda.state import SlotState, Staging
 from engine_core.kernels import triton_attention, triton_pointwise, triton_step
+from engine_core.kernels.triton_compile import compile_only
 from engine_core.layers.embedding import DenseEmbedding
 from engine_core.memory import SMALLER_STEPS, out_of_memory
 from engine_core.models.llama import LlamaForCausalLM
@@ -27,7 +28,12 @@ from engine_core.plan import ScheduledRow, StepPlan, StepTokens
 from engine_core.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine_core.request import Request
 from engine_core.sampler import Sampler
+from engine_core.warmup import EVERYTHING
 from ipc.config import EngineConfig
+
+# A kernel for each of these numbers of rows: see the `suits` of the products. Contexts: with one split, and with many.
+COMPILED_ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
+COMPILED_CONTEXTS = (256, 4096)
 
 
 class CudaRunner:
@@ -61,6 +67,20 @@ class CudaRunner:
         shape = (s.num_layers, 2, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
         self.cache = torch.zeros(shape, dtype=s.dtype, device=s.device)
         self.graphs.enabled = graphs
+
+    @torch.inference_mode()
+    def compile(self, report: Callable[[float], None]) -> None:
+        """Compile the kernels of the steps to be expected, those that Triton's cache lacks: decode steps of few and of
+        many rows, with short and long contexts, small steps with prompt tokens, and every way to sample."""
+        self.sampling.enter([Request(-1, [0], EVERYTHING, slot=0)])
+        with compile_only(report):
+            for rows in {self.decode_graphs.size_for(min(rows, self.state.pad)) for rows in COMPILED_ROWS}:
+                for longest in COMPILED_CONTEXTS:
+                    self._decode_step(self.decode_graphs.inputs(rows), longest, Needs.GREEDY)
+            for needs in Needs:
+                self._decode_step(self.decode_graphs.inputs(1), COMPILED_CONTEXTS[0], needs)
+            for tokens in TOKEN_LADDER:
+                self._mixed_step(self.mixed_graphs.inputs(tokens)[1], Needs.GREEDY)
 
     def launch(self, plan: StepPlan) -> CudaStep:
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,12 @@ def send(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy of `values` on the device, which may be on its way still."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+
+
+def aligned(length: int) -> int:
+    """Int32 values that an array of `length` takes in a buffer of several. Triton compiles a kernel anew for a pointer
+    that is not a multiple of 16 bytes where it was before: so all of them are."""
+    return -(-length // 4) * 4
 
 
 class SlotState:
@@ -90,17 +97,12 @@ class Staging:
         """The int32 `arrays` one after the other on the device, in one copy; views of `out` if given."""
         turn = self._turn = (self._turn + 1) % STAGES
         self._copied[turn].synchronize()
-        view, start = self._views[turn], 0
-        for array in arrays:
-            view[start : start + len(array)] = array
-            start += len(array)
+        starts = [0, *itertools.accumulate(aligned(len(array)) for array in arrays)]
+        stop = starts[-2] + len(arrays[-1])
+        for array, start in zip(arrays, starts, strict=False):
+            self._views[turn][start : start + len(array)] = array
         if out is None:
-            out = torch.empty(start, dtype=torch.int32, device=self.device)
-        out[:start].copy_(self._host[turn][:start], non_blocking=True)
+            out = torch.empty(stop, dtype=torch.int32, device=self.device)
+        out[:stop].copy_(self._host[turn][:stop], non_blocking=True)
         self._copied[turn].record()
-        parts = []
-        at = 0
-        for array in arrays:
-            parts.append(out[at : at + len(array)])
-            at += len(array)
-        return parts
+        return [out[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]

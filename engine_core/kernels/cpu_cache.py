@@ -29,6 +29,11 @@ def cache_directory() -> Path:
     return Path(root) / "gapless" / "kernels" / _version()
 
 
+def has_kernels() -> bool:
+    """Whether there is machine code in the cache. If not, this start compiles it."""
+    return any(cache_directory().glob("*.o"))
+
+
 @cache
 def kernel(source: str, *parameters: int) -> int:
     """The address of a kernel, compiled or taken from the cache.

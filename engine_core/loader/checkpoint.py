@@ -11,7 +11,8 @@ from engine_core.layers.embedding import DenseEmbedding, Embedding, QuantizedEmb
 from engine_core.layers.linear import Linear, WeightsMode, make_linear
 from engine_core.layers.moe import Experts
 from engine_core.layers.norm import RMSNorm
-from engine_core.loader.weights import QuantizedWeight, Weight, dense
+from engine_core.loader.upload import Uploader
+from engine_core.loader.weights import QuantizedWeight, Weight
 from engine_core.models.config import ModelConfig, MoEConfig
 from engine_core.plan import ProgressCallback
 
@@ -53,15 +54,16 @@ class ModelBuilder:
         dtype: torch.dtype,
         device: torch.device,
         progress: ProgressCallback | None = None,
+        uploader: Uploader | None = None,
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.mode, self.dtype, self.device = mode, dtype, device
-        self._progress = progress
+        self._progress, self._uploader = progress, uploader
 
     def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool = False) -> Linear:
         """The matrices `names`, fused: their outputs stand one after the other."""
         sizes = list(zip(names, out_features, strict=True))
-        parts = [self.checkpoint.take(f"{name}.weight", (out, in_features)) for name, out in sizes]
+        parts = self._place([self.checkpoint.take(f"{name}.weight", (out, in_features)) for name, out in sizes])
         biases = [self._vector(f"{name}.bias", out) for name, out in sizes] if bias else []
         return make_linear(parts, biases, mode=self.mode, dtype=self.dtype, device=self.device)
 
@@ -88,8 +90,7 @@ class ModelBuilder:
         """The token embedding and the matrix that makes logits: one and the same if the model ties them."""
         c = self.config
         table = self.checkpoint.take(f"{embedding}.weight", (c.vocab_size, c.hidden_size))
-        if self.device.type != "cpu":
-            table = dense([table], self.dtype, self.device)  # one copy, shared by both if they are tied
+        (table,) = self._place([table])  # one copy, shared by both if they are tied
         embed: Embedding
         if isinstance(table, QuantizedWeight):
             embed = QuantizedEmbedding(table, self.dtype)
@@ -103,6 +104,10 @@ class ModelBuilder:
         """Tell the progress callback that layer `index` is loaded."""
         if self._progress is not None:
             self._progress("loading weights", (index + 1) / self.config.num_layers)
+
+    def _place(self, parts: Sequence[Weight]) -> Sequence[Weight]:
+        """The parts as they are, or on a GPU as one dense tensor."""
+        return parts if self._uploader is None else [self._uploader.dense(parts, self.dtype)]
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         value = self.checkpoint.take(name, (size,))

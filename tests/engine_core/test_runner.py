@@ -124,7 +124,7 @@ def test_facts_and_progress(tmp_path: Path) -> None:
     fractions = [fraction for phase, fraction in news if phase == "loading weights"]
     assert fractions == sorted(fractions, key=float)
     assert fractions[-1] == 1.0
-    assert news[-1][0] == "warming up"
+    assert news[-1][0] in ("warming up", "compiling kernels")  # the latter at a first start
 
 
 @pytest.mark.parametrize(
