@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine_core.attention.base import Attention, AttentionSpec
+from engine_core.attention.flash import FlashAttention, choose_flash
 from engine_core.attention.select import check_attention, make_attention
 from engine_core.batch import make_batch
 from engine_core.device import choose_device, choose_dtype, choose_threads
@@ -103,6 +104,8 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     check_attention(config.attention, device)
+    with _timed(seconds, "attention"):
+        flash = choose_flash(config.attention, device, dtype)
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config))
     with _timed(seconds, "weights"):
@@ -113,7 +116,7 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
-        runner = _make_runner(config, model, spec, max_model_len)
+        runner = _make_runner(config, model, spec, max_model_len, flash)
     if device.type == "cuda":
         runner.allocate(1)  # a block that all rows of what comes next write to
         with _timed(seconds, "kernels"):
@@ -150,12 +153,16 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
 
 
 def _make_runner(
-    config: EngineConfig, model: LlamaForCausalLM, spec: AttentionSpec, max_model_len: int
+    config: EngineConfig,
+    model: LlamaForCausalLM,
+    spec: AttentionSpec,
+    max_model_len: int,
+    flash: FlashAttention | None,
 ) -> ModelRunner | CudaRunner:
     if spec.device.type == "cuda" and config.attention != "torch":
         from engine_core.cuda.runner import CudaRunner  # needs triton
 
-        return CudaRunner(model, spec, config, max_model_len)
+        return CudaRunner(model, spec, config, max_model_len, flash)
     return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs)
 
 

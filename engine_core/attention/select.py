@@ -30,7 +30,7 @@ def _cpu(spec: AttentionSpec) -> Attention:
 IMPLEMENTATIONS: dict[str, Callable[[AttentionSpec], Attention]] = {"torch": _torch, "cpu": _cpu}
 
 
-BY_DEVICE = {"cpu": ("auto", "cpu", "torch"), "cuda": ("auto", "torch", "triton")}
+BY_DEVICE = {"cpu": ("auto", "cpu", "torch"), "cuda": ("auto", "torch", "triton", "flash_attn")}
 
 
 def check_attention(name: str, device: torch.device) -> None:

@@ -41,11 +41,13 @@ class MixedHost:
     query_starts: list[int]
     num_decodes: int
     longest_decode: int
-    fresh: bool  # every prompt row holds its whole context, and is long enough for the contiguous kernel to win
+    longest_prompt: int = 0  # context
+    whole: bool = False  # every prompt row holds its whole context
+    fresh: bool = False  # and they are long enough for cuDNN to win
 
 
-# Below this many tokens a prompt, the contiguous kernel's launches, one for each prompt and layer, take longer than all
-# the prompts together in the paged kernel.
+# Below this many tokens a prompt, cuDNN's launches, one for each prompt and layer, take longer than all the prompts
+# together in the paged kernel.
 FRESH_MIN_TOKENS = 2048
 
 
@@ -84,6 +86,7 @@ def mixed_inputs(
     index_of = {row.request.request_id: index for index, row in enumerate(rows)}
     chosen = np.array([index_of[row.request.request_id] for row in sampling], np.int32)
     prompts = rows[decodes:]
+    whole = bool(prompts) and all(row.start == 0 for row in prompts)
     return MixedHost(
         arrays=(
             ids,
@@ -103,9 +106,9 @@ def mixed_inputs(
         query_starts=query_starts.tolist(),
         num_decodes=decodes,
         longest_decode=int((starts + counts)[:decodes].max(initial=0)),
-        fresh=bool(prompts)
-        and all(row.start == 0 for row in prompts)
-        and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts),
+        longest_prompt=int((starts + counts)[decodes:].max(initial=0)),
+        whole=whole,
+        fresh=whole and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts),
     )
 
 

@@ -13,9 +13,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine_core.attention.base import AttentionSpec
+from engine_core.attention.flash import FlashAttention, PromptRows
 from engine_core.cuda.forward import FusedModel
 from engine_core.cuda.graphs import MAX_PROMPT_ROWS, TOKEN_LADDER, DecodeGraphs, DecodeInputs, GraphCache, MixedGraphs
 from engine_core.cuda.mixed import MixedHost, MixedInputs, MixedLayout, mixed_inputs
+from engine_core.cuda.prompts import FlashPrompts, try_flash
 from engine_core.cuda.results import CudaStep
 from engine_core.cuda.sampling import DeviceSampler, Needs
 from engine_core.cuda.state import SlotState, Staging
@@ -40,9 +42,14 @@ class CudaRunner:
     """Runs one model on one GPU. `launch` never waits for a step on its way, unless a row asks for prompt
     log-probabilities."""
 
-    attention_name = "triton"
-
-    def __init__(self, model: LlamaForCausalLM, spec: AttentionSpec, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        spec: AttentionSpec,
+        config: EngineConfig,
+        max_model_len: int,
+        flash: FlashAttention | None = None,
+    ) -> None:
         device, seqs = spec.device, config.max_num_seqs
         self.model, self.spec = FusedModel(model), spec
         assert isinstance(model.embedding, DenseEmbedding)  # weights on a GPU are dense
@@ -59,6 +66,14 @@ class CudaRunner:
         tile = triton_attention.query_tile(spec)
         self.layout = MixedLayout(tile, self.state.pad, device)
         self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout)
+        self._package, self._package_required = flash, config.attention == "flash_attn"
+        self.flash: FlashPrompts | None = None  # until the package is tried out
+
+    @property
+    def attention_name(self) -> str:
+        if self.flash is None:
+            return "triton decode, cuDNN and triton prefill"
+        return f"triton decode, {self.flash.flash.name}{'' if self.flash.pages else ' and triton'} prefill"
 
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. `graphs`: the steps over it may be captured, which ties them to its address."""
@@ -81,6 +96,8 @@ class CudaRunner:
                 self._decode_step(self.decode_graphs.inputs(1), COMPILED_CONTEXTS[0], needs)
             for tokens in TOKEN_LADDER:
                 self._mixed_step(self.mixed_graphs.inputs(tokens)[1], Needs.GREEDY)
+        if self._package is not None:
+            self.flash = try_flash(self._package, self.spec, self.cache[0], self._package_required)
 
     def launch(self, plan: StepPlan) -> CudaStep:
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
@@ -164,9 +181,10 @@ class CudaRunner:
             return needs
         device = MixedInputs(*self.staging.send(list(host.arrays)))
         x = triton_step.embed(device.ids, device.token_slots, self.sampling.last_tokens, self.embedding)
+        prompts = self.flash.rows(host, device, self.state.tables) if self.flash is not None else None
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend_mixed(layer, qkv, rows, host, device)
+            return self._attend_mixed(layer, qkv, rows, host, device, prompts)
 
         hidden = self.model.forward(x, attend)
         starts = dict(zip((row.request.request_id for row in rows), host.query_starts, strict=False))
@@ -183,13 +201,19 @@ class CudaRunner:
     def _mixed_step(self, inputs: MixedInputs, needs: Needs) -> None:
         """A mixed step of fixed size: all its rows, decode rows too, go through the prefill kernel."""
         x = triton_step.embed(inputs.ids, inputs.token_slots, self.sampling.last_tokens, self.embedding)
-        everything = MixedHost((), [], num_decodes=0, longest_decode=0, fresh=False)
+        everything = MixedHost((), [], num_decodes=0, longest_decode=0)
         hidden = self.model.forward(x, lambda layer, qkv: self._attend_mixed(layer, qkv, (), everything, inputs))
         logits = self.model.logits(hidden.index_select(0, inputs.logits_rows))
         self.sampling.draw(logits, inputs.logits_slots, inputs.logits_lengths, inputs.turn, needs)
 
     def _attend_mixed(
-        self, layer: int, qkv: torch.Tensor, rows: Sequence[ScheduledRow], host: MixedHost, device: MixedInputs
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rows: Sequence[ScheduledRow],
+        host: MixedHost,
+        device: MixedInputs,
+        prompts: PromptRows | None = None,
     ) -> torch.Tensor:
         spec, cache, weights = self.spec, self.cache[layer], self.model.layers[layer]
         heads, kv_heads, dim, window = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window(layer)
@@ -219,6 +243,8 @@ class CudaRunner:
                 splits,
                 window,
             )
+        if self.flash is not None and prompts is not None:
+            return self.flash.attend(qkv, cache, prompts, host, out, window)
         # whole prompts, seen whole: their K and V are at hand, in one piece
         if host.fresh and (window is None or max(row.count for row in rows) <= window):
             for row, start in zip(rows[decodes:], host.query_starts[decodes:], strict=False):
