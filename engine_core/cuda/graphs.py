@@ -32,6 +32,7 @@ class GraphCache:
         self.enabled = False
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch's opaque handle
+        self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps a workspace for each
 
     def replay(self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]) -> None:
         """Run `step` on what is in `inputs` now.
@@ -49,14 +50,14 @@ class GraphCache:
     def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
         given = inputs.clone()
         inputs.copy_(padding)
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()  # compiles kernels and makes library handles, which a capture cannot
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             step()
         self._pool = self._pool or graph.pool()
         inputs.copy_(given)
