@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # After this many failed steps in a row the device or the model is broken, not the requests.
 MAX_FAILED_STEPS = 3
+IDLE_AFTER_NS = 1_000_000_000  # without a step
 
 
 class Engine:
@@ -57,6 +58,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._step = self._aborts = self._failed_steps = 0
         self._step_seconds = 0.0
+        self._last_step = clock()
 
     @property
     def has_work(self) -> bool:
@@ -105,8 +107,16 @@ class Engine:
         began = self._clock()
         plan, tokens = self._run()
         output = self._output(self.scheduler.commit(plan, tokens) if plan.rows else Committed())
-        self._step_seconds = (self._clock() - began) / 1e9
+        self._last_step = self._clock()
+        self._step_seconds = (self._last_step - began) / 1e9
         return output
+
+    def idle(self) -> bool:
+        """Let the runner do a piece of what can wait. False: nothing is left, or there was a step a moment ago and the
+        next request may be near."""
+        if self.has_work or self.broken or self._clock() - self._last_step < IDLE_AFTER_NS:
+            return False
+        return self._runner.idle()
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

@@ -1,7 +1,7 @@
 """The step loop of the engine process: messages in, steps, outputs out. Waits for nobody but the device.
 
-When idle it is blocked in a poll. Sending never blocks either, so a frontend or detokenizer that is stopped or slow
-changes nothing here.
+When idle it is blocked in a poll, once the runner has done what it had put off. Sending never blocks either, so a
+frontend or detokenizer that is stopped or slow changes nothing here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(
             engine.abort_all()
         if engine.has_work:
             publish(engine.step(), detokenizer)
-        elif not stopping:
+        elif not stopping and not engine.idle():
             inbox.wait(heartbeat.seconds_left)
         heartbeat.beat_if_due()
         if engine.broken:

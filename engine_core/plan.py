@@ -63,6 +63,10 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> InFlight: ...
 
+    def idle(self) -> bool:
+        """Do a piece of what can wait, while no step is in flight. False: nothing is left."""
+        ...
+
     def release(self, request: Request) -> None:
         """The request's slot is about to be reused: forget its sampling state."""
         ...

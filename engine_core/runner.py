@@ -89,6 +89,9 @@ class ModelRunner:
                 tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
 
+    def idle(self) -> bool:
+        return False
+
     def release(self, request: Request) -> None:
         self.sampler.release(request)
 

@@ -120,6 +120,7 @@ class FakeRunner:
     plans: list[StepPlan] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)  # (request id, slot)
     max_plans: int = 0  # kept in `plans`
+    put_off: int = 0  # pieces of work that can wait, and the look that finds none
     lost: set[int] = field(default_factory=set)  # requests of launches that raised: what follows on them is worthless
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -140,6 +141,10 @@ class FakeRunner:
         self._check_apart(launched)
         self.queue.append(launched)
         return launched
+
+    def idle(self) -> bool:
+        self.put_off -= self.put_off > 0
+        return self.put_off > 0
 
     def release(self, request: Request) -> None:
         require(request.slot >= 0, "released without a slot")

@@ -7,7 +7,8 @@ length class only sets over how many programs a sequence's KV is split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 2
 LENGTH_CLASSES = (256, 512, 1024, 4096, 16384, 1 << 30)
 
 Step = Callable[[], None]  # reads the inputs it was made for, and draws the tokens
+Graph = tuple[Hashable, Step, torch.Tensor, Callable[[], np.ndarray]]  # the arguments of `GraphCache.replay`
+PREPARED = (Needs.RANDOM, Needs.GREEDY, Needs.TRUNCATED)  # what requests mostly need
 
 
 class GraphCache:
@@ -46,6 +49,13 @@ class GraphCache:
         if graph is None:
             graph = self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
         graph.replay()
+
+    def prepare(self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]) -> bool:
+        """Capture what `replay` would capture with the same arguments. False: there was nothing to do."""
+        if not self.enabled or key in self._graphs:
+            return False
+        self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
+        return True
 
     def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
         given = inputs.clone()
@@ -114,6 +124,17 @@ class DecodeGraphs:
 
     def replay(self, rows: int, longest: int, needs: Needs) -> None:
         """Run the step whose inputs are in `inputs(rows)`."""
+        self._cache.replay(*self._graph(rows, longest, needs))
+
+    def prepare(self, max_context: int) -> Iterator[None]:
+        """Capture the graphs for contexts up to `max_context`, one for each `next`."""
+        longest = next(length for length in LENGTH_CLASSES if length >= max_context)
+        for length in LENGTH_CLASSES[: LENGTH_CLASSES.index(longest) + 1]:
+            for rows, needs in itertools.product(self.sizes, PREPARED):
+                if self._cache.prepare(*self._graph(rows, length, needs)):
+                    yield
+
+    def _graph(self, rows: int, longest: int, needs: Needs) -> Graph:
         inputs = self.inputs(rows)
         longest = next(length for length in LENGTH_CLASSES if length >= longest)
         size = len(inputs.slots)
@@ -122,7 +143,7 @@ class DecodeGraphs:
             return self.host_inputs([self._pad_slot] * size, [1] * size, [-1] * size, 0)
 
         key = ("decode", size, longest, needs)
-        self._cache.replay(key, lambda: self._step(inputs, longest, needs), inputs.buffer, padding)
+        return key, lambda: self._step(inputs, longest, needs), inputs.buffer, padding
 
 
 TOKEN_LADDER = (16, 32, 64, 128, 256, 512, 1024)
@@ -157,9 +178,18 @@ class MixedGraphs:
 
     def replay(self, size: int, needs: Needs) -> None:
         """Run the step whose inputs are in `inputs(size)`."""
+        self._cache.replay(*self._graph(size, needs))
+
+    def prepare(self) -> Iterator[None]:
+        """Capture all graphs, one for each `next`."""
+        for size, needs in itertools.product(TOKEN_LADDER, PREPARED):
+            if self._cache.prepare(*self._graph(size, needs)):
+                yield
+
+    def _graph(self, size: int, needs: Needs) -> Graph:
         buffer, inputs = self.inputs(size)
 
         def padding() -> np.ndarray:
             return self._layout.padding(size, MAX_PROMPT_ROWS)
 
-        self._cache.replay(("mixed", size, needs), lambda: self._step(inputs, needs), buffer, padding)
+        return ("mixed", size, needs), lambda: self._step(inputs, needs), buffer, padding

@@ -7,7 +7,8 @@ come back on their own stream into pinned memory, and a decode step is one CUDA 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,6 +37,7 @@ from ipc.config import EngineConfig
 # A kernel for each of these numbers of rows: see the `suits` of the products. Contexts: with one split, and with many.
 COMPILED_ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
 COMPILED_CONTEXTS = (256, 4096)
+PREPARED_CONTEXT = 4096  # decode graphs of longer contexts are captured when needed
 
 
 class CudaRunner:
@@ -68,6 +70,9 @@ class CudaRunner:
         self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout)
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
+        self._captures: Iterator[None] = itertools.chain(
+            self.mixed_graphs.prepare(), self.decode_graphs.prepare(min(max_model_len, PREPARED_CONTEXT))
+        )
 
     @property
     def attention_name(self) -> str:
@@ -113,6 +118,15 @@ class CudaRunner:
         else:
             needs = self._launch_mixed(plan, sampling, turn, result)
         return self.sampling.results.fetch(turn, sampling, result, with_logprobs=needs is Needs.FULL)
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Capture one more of the graphs to be expected, before a request has to wait for it."""
+        try:
+            return next(self._captures, self) is None
+        except torch.OutOfMemoryError:  # then they are captured when needed, or not at all
+            self._captures = iter(())
+            return False
 
     def release(self, request: Request) -> None:
         self.state.forget(request)

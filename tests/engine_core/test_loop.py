@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine_core import loop
-from engine_core.engine import Engine
+from engine_core.engine import IDLE_AFTER_NS, Engine
 from engine_core.loop import HEARTBEAT_BUSY_S, HEARTBEAT_IDLE_S, EngineBroken, Heartbeat, run
 from ipc.codec import pack_ids, unpack_ids, unpack_request_ids
 from ipc.config import EngineConfig
@@ -225,6 +225,36 @@ def test_heartbeats_come_often_when_busy_and_at_once_when_it_ends() -> None:
         engine.step()
     assert (beats(), beats()) == (1, 0)
     assert heartbeat.seconds_left == pytest.approx(HEARTBEAT_IDLE_S)
+
+
+def test_what_can_wait_is_done_piece_by_piece_once_it_is_quiet() -> None:
+    now, facts = 0, make_facts()
+    runner = FakeRunner(facts, put_off=4)
+    engine = Engine(runner, facts, EngineConfig(model=""), clock=lambda: now)
+    assert not engine.idle()  # it has only just started
+    now += IDLE_AFTER_NS
+    assert engine.idle()
+    engine.add(generate(1))
+    assert not engine.idle()
+    while engine.has_work:
+        engine.step()
+    assert not engine.idle()
+    assert runner.put_off == 3
+    now += IDLE_AFTER_NS
+    assert [engine.idle() for _ in range(4)] == [True, True, False, False]
+
+
+def test_messages_are_taken_between_two_pieces_of_what_can_wait() -> None:
+    runner = FakeRunner(make_facts(), put_off=10**9)
+    setup = Setup(runner)
+    setup.engine._last_step -= IDLE_AFTER_NS
+    thread = in_background(setup.run)
+    eventually(lambda: runner.put_off < 10**9 - 3)
+    setup.inbox.send(generate(1, max_tokens=3))
+    eventually(lambda: setup.engine.stats().output_tokens == 3)
+    setup.inbox.send(Shutdown())
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
 
 
 def test_idle_is_a_blocked_poll() -> None:

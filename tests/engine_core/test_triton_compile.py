@@ -7,17 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-
-from engine_core.attention.base import AttentionSpec
-from engine_core.cuda.graphs import LADDER, DecodeGraphs, GraphCache
-from engine_core.cuda.mixed import MixedLayout, mixed_inputs
-from engine_core.plan import ScheduledRow
-from engine_core.request import Request
-from ipc.sampling import SamplingParams
-
 # A driver that knows the GPU's name and nothing else: what is launched would raise.
 SCRIPT = """
 import threading
@@ -72,43 +61,3 @@ def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
         [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-
-
-def is_aligned(part: torch.Tensor, buffer: torch.Tensor) -> bool:
-    return (part.data_ptr() - buffer.data_ptr()) % 16 == 0
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 10, 255, 256])
-def test_inputs_of_decode_graphs_are_where_they_are_read_and_aligned(rows: int) -> None:
-    graphs = DecodeGraphs(GraphCache(), lambda *_: torch.empty(0), rows, 99, torch.device("cpu"))
-    assert graphs.sizes == [*(size for size in LADDER if size < rows), rows]
-    for size in graphs.sizes:
-        count = max(1, size - 1)
-        inputs = graphs.inputs(count)
-        values = graphs.host_inputs(range(count), range(10, 10 + count), range(20, 20 + count), 3)
-        inputs.buffer.copy_(torch.from_numpy(values))
-        padding = len(inputs.slots) - count
-        assert inputs.slots.tolist() == [*range(count), *[99] * padding]
-        assert inputs.lengths.tolist() == [*range(10, 10 + count), *[1] * padding]
-        assert inputs.new_blocks.tolist() == [*range(20, 20 + count), *[-1] * padding]
-        assert inputs.turn.tolist() == [3]
-        for part in (inputs.slots, inputs.lengths, inputs.new_blocks, inputs.turn):
-            assert is_aligned(part, inputs.buffer)
-
-
-def test_inputs_of_mixed_graphs_are_aligned_and_hold_the_step() -> None:
-    spec = AttentionSpec(1, 9, 3, 64, 16, torch.bfloat16, torch.device("cpu"))
-    requests = [
-        Request(slot, [slot] * n, SamplingParams(), block_ids=[1, 2], slot=slot) for slot, n in enumerate((1, 5))
-    ]
-    rows = [ScheduledRow(request, 0, request.num_prompt_tokens, True) for request in requests]
-    host = mixed_inputs(rows, rows, spec, 2, tile_all=True)
-    layout = MixedLayout(8, 99, torch.device("cpu"))
-    lengths = layout.lengths(16, 32)
-    padded = torch.from_numpy(layout.padded(host.arrays, 16, 32))
-    assert len(padded) == sum(lengths)
-    parts = padded.split(lengths)
-    assert all(is_aligned(part, padded) for part in parts)
-    for array, part in zip(host.arrays, parts, strict=True):
-        assert part[: len(array)].tolist() == np.asarray(array).tolist()
-    assert set(parts[6][2:].tolist()) == {6}  # padding rows begin where the last real one ends

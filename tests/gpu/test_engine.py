@@ -71,6 +71,16 @@ def test_overlap_and_graphs_change_no_token(flag: str, dtype: str, model: Path, 
     assert tokens(generate(with_it, jobs)) == tokens(generate(without, jobs))
 
 
+def test_graphs_captured_while_idle_change_no_token(
+    model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    on_gpu = engine(model, max_num_seqs=8, max_model_len=512)
+    assert on_gpu._runner.idle()
+    while on_gpu._runner.idle():
+        pass
+    assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
+
+
 def drawn(seed: int, **more: object) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True, **more)  # type: ignore[arg-type]
 
