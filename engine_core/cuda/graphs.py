@@ -57,6 +57,10 @@ class GraphCache:
         self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
         return True
 
+    def forget(self) -> None:
+        """Capture all anew: what the steps launch has changed."""
+        self._graphs.clear()
+
     def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
         given = inputs.clone()
         inputs.copy_(padding)

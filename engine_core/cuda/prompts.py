@@ -65,10 +65,13 @@ class FlashPrompts:
         tables = starts.new_zeros(1, -(-TRIAL_TOKENS // s.block_size))
         rows = PromptRows(starts, starts, starts[1:], tables, TRIAL_TOKENS, TRIAL_TOKENS, s.scale)
         qkv = cache.new_zeros(TRIAL_TOKENS, s.num_heads + 2 * s.num_kv_heads, s.head_dim)
-        self._attend(qkv, cache, rows, whole=True).cpu()
+        windows = set(s.windows) or {None}
+        for window in windows:
+            self._attend(qkv, cache, rows, whole=True, window=window).cpu()
         if self.pages:
             try:
-                self._attend(qkv, cache, rows, whole=False).cpu()
+                for window in windows:
+                    self._attend(qkv, cache, rows, whole=False, window=window).cpu()
             except (RuntimeError, AssertionError) as error:
                 logger.info("%s takes no pages of %d tokens: %s", self.flash.name, s.block_size, error)
                 self.pages = False

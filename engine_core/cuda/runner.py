@@ -35,9 +35,11 @@ from engine_core.warmup import EVERYTHING
 from ipc.config import EngineConfig
 
 # A kernel for each of these numbers of rows: see the `suits` of the products. Contexts: with one split, and with many.
-COMPILED_ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
+COMPILED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 COMPILED_CONTEXTS = (256, 4096)
 PREPARED_CONTEXT = 4096  # decode graphs of longer contexts are captured when needed
+# Of a step of fixed size: decode rows are prompts of one token.
+ALL_PROMPTS = MixedHost((), [], num_decodes=0, longest_decode=0)
 
 
 class CudaRunner:
@@ -100,7 +102,11 @@ class CudaRunner:
             for needs in Needs:
                 self._decode_step(self.decode_graphs.inputs(1), COMPILED_CONTEXTS[0], needs)
             for tokens in TOKEN_LADDER:
-                self._mixed_step(self.mixed_graphs.inputs(tokens)[1], Needs.GREEDY)
+                inputs = self.mixed_graphs.inputs(tokens)[1]
+                self._mixed_step(inputs, Needs.GREEDY)
+            for longest in (1, COMPILED_CONTEXTS[-1]):  # decode rows in a step without a graph
+                decodes = MixedHost((), [], num_decodes=len(inputs.row_slots), longest_decode=longest)
+                self._mixed_step(inputs, Needs.GREEDY, decodes)
         if self._package is not None:
             self.flash = try_flash(self._package, self.spec, self.cache[0], self._package_required)
 
@@ -212,11 +218,10 @@ class CudaRunner:
             self.sampling.draw(logits, device.logits_slots, device.logits_lengths, device.turn, needs)
         return needs
 
-    def _mixed_step(self, inputs: MixedInputs, needs: Needs) -> None:
+    def _mixed_step(self, inputs: MixedInputs, needs: Needs, host: MixedHost = ALL_PROMPTS) -> None:
         """A mixed step of fixed size: all its rows, decode rows too, go through the prefill kernel."""
         x = triton_step.embed(inputs.ids, inputs.token_slots, self.sampling.last_tokens, self.embedding)
-        everything = MixedHost((), [], num_decodes=0, longest_decode=0)
-        hidden = self.model.forward(x, lambda layer, qkv: self._attend_mixed(layer, qkv, (), everything, inputs))
+        hidden = self.model.forward(x, lambda layer, qkv: self._attend_mixed(layer, qkv, (), host, inputs))
         logits = self.model.logits(hidden.index_select(0, inputs.logits_rows))
         self.sampling.draw(logits, inputs.logits_slots, inputs.logits_lengths, inputs.turn, needs)
 

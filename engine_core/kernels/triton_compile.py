@@ -23,6 +23,8 @@ REPORT_EVERY_S = 0.1
 def compile_only(report: Callable[[float], None]) -> Iterator[None]:
     """Inside, a launch made by this thread compiles its kernel and does not run it. On leaving, all are ready.
 
+    What kernels would have computed is undefined inside: nothing may index by it, or wait for it to be true.
+
     `report` hears which share of them is done.
     """
     launch, thread = JITFunction.run, threading.get_ident()

@@ -184,8 +184,8 @@ def test_no_package_is_imported_unless_wanted(monkeypatch: pytest.MonkeyPatch) -
 class Step:
     """Rows (start, count) of requests with random K and V in the pool, and the qkv of the step's tokens."""
 
-    def __init__(self, rows: list[tuple[int, int]], block_size: int) -> None:
-        self.spec = spec(block_size)
+    def __init__(self, rows: list[tuple[int, int]], block_size: int, window: int | None = None) -> None:
+        self.spec, self.window = spec(block_size), window
         width = -(-max(start + count for start, count in rows) // block_size)
         blocks = random.Random(3).sample(range(1, 1 + len(rows) * width), len(rows) * width)
         requests = [
@@ -207,7 +207,7 @@ class Step:
             flat[:, slots[: row.start]] = torch.randn(2, row.start, KV_HEADS, DIM)
             q, k, v = parts[at : at + row.count].split((HEADS, KV_HEADS, KV_HEADS), 1)
             flat[:, slots[row.start :]] = torch.stack((k, v))
-            expected.append(reference(q, *flat[:, slots], self.spec.scale).flatten(1))
+            expected.append(reference(q, *flat[:, slots], self.spec.scale, window).flatten(1))
         self.expected = torch.cat(expected)
 
     def run(self, backend: Flash2) -> torch.Tensor | None:
@@ -216,17 +216,22 @@ class Step:
         if rows is None:
             return None
         out = torch.full((len(self.qkv), HEADS * DIM), NAN)
-        return prompts.attend(self.qkv, self.cache, rows, self.host, out)
+        return prompts.attend(self.qkv, self.cache, rows, self.host, out, self.window)
 
 
+@pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
     "rows", [[(0, 30)], [(0, 3), (0, 40), (0, 16)], [(17, 30)], [(8, 1), (63, 1), (0, 20), (31, 9)]]
 )
 @pytest.mark.parametrize(("generation", "package", "block_size"), PACKAGES)
 def test_prompts_of_a_step(
-    generation: type[Flash2], package: Callable[[], ModuleType], block_size: int, rows: list[tuple[int, int]]
+    generation: type[Flash2],
+    package: Callable[[], ModuleType],
+    block_size: int,
+    rows: list[tuple[int, int]],
+    window: int | None,
 ) -> None:
-    step = Step(rows, block_size)
+    step = Step(rows, block_size, window)
     out = step.run(generation(package()))
     assert out is not None
     decodes = sum(count == 1 for _, count in rows)

@@ -35,8 +35,9 @@ def test_inputs_of_decode_graphs_are_where_they_are_read_and_aligned(rows: int) 
         assert inputs.slots.tolist() == [*range(count), *[99] * padding]
         assert inputs.lengths.tolist() == [*range(10, 10 + count), *[1] * padding]
         assert inputs.new_blocks.tolist() == [*range(20, 20 + count), *[-1] * padding]
+        assert inputs.order.tolist() == [*reversed(range(count)), *range(count, count + padding)]
         assert inputs.turn.tolist() == [3]
-        for part in (inputs.slots, inputs.lengths, inputs.new_blocks, inputs.turn):
+        for part in (inputs.slots, inputs.lengths, inputs.new_blocks, inputs.order, inputs.turn):
             assert is_aligned(part, inputs.buffer)
 
 

@@ -115,6 +115,7 @@ class Forced:
             draw(logits, *rest)
 
         self.runner.sampling.draw = keep
+        self.runner.graphs.forget()  # those of the warm-up, which have no such copy
 
     def request(self, slot: int, ids: Sequence[int]) -> Request:
         blocks = [self._free.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))]
