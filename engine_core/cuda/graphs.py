@@ -62,6 +62,7 @@ class GraphCache:
         self._graphs.clear()
 
     def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()  # the padded step writes where results of earlier steps may still be copied from
         given = inputs.clone()
         inputs.copy_(padding)
         stream = self._stream = self._stream or torch.cuda.Stream()
