@@ -60,6 +60,7 @@ class GraphCache:
     def forget(self) -> None:
         """Capture all anew: what the steps launch has changed."""
         self._graphs.clear()
+        self._pool = None  # it lives no longer than the graphs in it
 
     def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()  # the padded step writes where results of earlier steps may still be copied from
