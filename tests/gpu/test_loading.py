@@ -25,8 +25,8 @@ def test_weights_are_those_of_the_files(
         for linear, parts in (
             (ours.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
             (ours.output, (attention.o_proj,)),
-            (ours.gate_up, (mlp.gate_proj, mlp.up_proj)),
-            (ours.down, (mlp.down_proj,)),
+            (ours.mlp.gate_up, (mlp.gate_proj, mlp.up_proj)),
+            (ours.mlp.down, (mlp.down_proj,)),
         ):
             assert torch.equal(linear.weight.cpu(), torch.cat([part.weight for part in parts]).to(dtype))
             if parts[0].bias is not None:

@@ -25,6 +25,29 @@ def random_ids(rng: random.Random, count: int) -> list[int]:
 
 
 @torch.inference_mode()
+def routed_ids(rng: random.Random, model: PreTrainedModel, count: int) -> list[int]:
+    """Random ids that no router of the model is undecided about: there rounding alone would choose another expert."""
+    margins: list[float] = []
+
+    def note(router: torch.nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        scores = torch.nn.functional.linear(inputs[0].flatten(0, -2), router.weight).sort(-1, descending=True).values
+        top_k = model.config.num_experts_per_tok
+        margins.append(float((scores[:, top_k - 1] - scores[:, top_k]).min()))
+
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    while True:
+        margins.clear()
+        ids = random_ids(rng, count)
+        if routers:
+            model(torch.tensor([ids], device=model.device), use_cache=False)
+        if min(margins, default=1.0) > 1e-4:
+            for hook in hooks:
+                hook.remove()
+            return ids
+
+
+@torch.inference_mode()
 def reference(model: PreTrainedModel, ids: list[int], keep: int) -> torch.Tensor:
     """Logits of the last `keep` positions, float32 on the CPU."""
     given = torch.tensor([ids], device=model.device)
@@ -60,7 +83,7 @@ def test_every_kind_of_step(family: str, dtype: str, tmp_path: Path) -> None:
         (20, 33, 33),
         (64, 40, 40),
     ):
-        prompts = [random_ids(rng, stop + 2) for _ in range(size)]
+        prompts = [routed_ids(rng, model, stop + 2) for _ in range(size)]
         requests = [forced.request(slot, ids) for slot, ids in enumerate(prompts)]
         parts = [torch.stack([forced.prefill(request, stop, chunk) for request in requests])]
         parts += [forced.decode(requests, stop), forced.decode(requests, stop + 1)]
