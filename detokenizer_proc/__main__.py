@@ -16,13 +16,13 @@ from ipc.runtime import Child, child_main
 
 def main(config: DetokenizerProcessConfig, child: Child) -> None:
     with child.phase("loading the vocabulary"):
-        actor = DetokenizerActor(Tokenizer.from_file(config.tokenizer_json))
+        actor = DetokenizerActor(Tokenizer.from_file(config.tokenizer_json), child.recorder)
     outboxes = connect(config.endpoints, "engine", "frontends")
     gc.collect()
     gc.freeze()  # the vocabulary's tables live as long as the process
     with Receiver[DetokenizerMessage](config.endpoints.detokenizer, DetokenizerMessage) as inbox:
         child.ready({})
-        run(actor, inbox, outboxes)
+        run(actor, inbox, outboxes, recorder=child.recorder)
 
 
 if __name__ == "__main__":

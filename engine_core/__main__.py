@@ -22,7 +22,7 @@ from ipc.runtime import Child, child_main
 def main(config: EngineProcessConfig, child: Child) -> None:
     imported = time.time() - psutil.Process().create_time()
     with child.phase("starting the engine"):
-        engine = build_engine(config.engine, child.progress)
+        engine = build_engine(config.engine, child.progress, child.recorder)
     outboxes = connect(config.endpoints, "detokenizer", "frontends")
     detokenizer = outboxes.pop("detokenizer")
     gc.collect()

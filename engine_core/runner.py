@@ -33,6 +33,8 @@ from engine_core.request import Request
 from engine_core.sampler import Sampler
 from engine_core.warmup import run_largest_step, warm_up
 from ipc.config import EngineConfig
+from ipc.recorder.events import GPU
+from ipc.recorder.ring import Recorder
 
 if TYPE_CHECKING:
     from engine_core.cuda.runner import CudaRunner
@@ -51,9 +53,17 @@ class Done:
 class ModelRunner:
     """Runs one model on one device, one step after the other."""
 
-    def __init__(self, model: LlamaForCausalLM, attention: Attention, spec: AttentionSpec, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        attention: Attention,
+        spec: AttentionSpec,
+        max_num_seqs: int,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.model, self.attention, self.spec = model, attention, spec
         self.attention_name = attention.name
+        self._recorder = recorder or Recorder()
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
@@ -68,7 +78,11 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Done:
         """Compute all rows of `plan` and sample for those that ask for it."""
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
-            return self._run(plan)
+            began = self._recorder.begin(GPU)
+            try:
+                return self._run(plan)
+            finally:
+                self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows))
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Done:
@@ -96,7 +110,9 @@ class ModelRunner:
         self.sampler.release(request)
 
 
-def build_runner(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[Runner, ModelFacts]:
+def build_runner(
+    config: EngineConfig, progress: ProgressCallback | None = None, recorder: Recorder | None = None
+) -> tuple[Runner, ModelFacts]:
     """Load the model of `config`, size the KV pool, and run once so that the first request finds everything warm.
 
     Raises:
@@ -119,7 +135,7 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
-        runner = _make_runner(config, model, spec, max_model_len, flash)
+        runner = _make_runner(config, model, spec, max_model_len, flash, recorder)
     if device.type == "cuda":
         runner.allocate(1)  # a block that all rows of what comes next write to
         with _timed(seconds, "kernels"):
@@ -161,12 +177,13 @@ def _make_runner(
     spec: AttentionSpec,
     max_model_len: int,
     flash: FlashAttention | None,
+    recorder: Recorder | None,
 ) -> ModelRunner | CudaRunner:
     if spec.device.type == "cuda" and config.attention != "torch":
         from engine_core.cuda.runner import CudaRunner  # needs triton
 
-        return CudaRunner(model, spec, config, max_model_len, flash)
-    return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs)
+        return CudaRunner(model, spec, config, max_model_len, flash, recorder)
+    return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs, recorder)
 
 
 def _load_model(

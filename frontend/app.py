@@ -17,6 +17,7 @@ from frontend.http import BodyReader, ClientGone, HeaderList, Receive, Scope, Se
 from frontend.metrics import Metrics
 from frontend.openai.job import Bodies, Job, Limits, chat_job, completion_job
 from ipc.config import FrontendProcessConfig
+from ipc.recorder.events import PARSE
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,11 @@ class App:
             raise ApiError(405, f"{path} takes POST, not {scope['method']}", allow="POST")
         limits = self._backend.limits()
         async with self._reader.read(scope, receive) as body:
-            job = self._job(path, body, limits)
+            began = self._backend.recorder.begin(PARSE)
+            try:
+                job = self._job(path, body, limits)
+            finally:
+                self._backend.recorder.end(PARSE, began, self._backend.next_id, len(body))
             del body
             return await self._generator.answer(job, scope, receive, send)
 

@@ -42,6 +42,7 @@ from ipc.messages import (
     Submit,
     Usage,
 )
+from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,14 @@ class Phase(Enum):
 class Backend:
     """Table of requests in flight, by request id. One thread, one event loop."""
 
-    def __init__(self, config: FrontendProcessConfig, outboxes: Mapping[str, Outbox], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: FrontendProcessConfig,
+        outboxes: Mapping[str, Outbox],
+        metrics: Metrics,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.recorder = recorder or Recorder()
         self.phase = Phase.LOADING
         self.model: ModelReady | None = None
         self.accepting = asyncio.Event()  # ModelReady has arrived
@@ -70,6 +78,11 @@ class Backend:
         self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
+
+    @property
+    def next_id(self) -> int:
+        """The id of the next request's first choice."""
+        return self._next_id
 
     # --- asked by routes --------------------------------------------------------------------------------------------
 

@@ -322,6 +322,7 @@ class Ready(Message, frozen=True):
     pid: Count
     facts: dict[str, Any]
     seconds: dict[str, float] = {}  # start-up phase -> seconds
+    sent: Nanoseconds = 0  # when, by the process's own clock
 
 
 class Serving(Message, frozen=True):

@@ -26,7 +26,7 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
     gc.freeze()  # the vocabulary lives as long as the process
     with Receiver[TokenizerMessage](config.endpoints.tokenizer, TokenizerMessage) as inbox:
         child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
-        run(TokenizerActor(model), inbox, outboxes)
+        run(TokenizerActor(model, child.recorder), inbox, outboxes, recorder=child.recorder)
 
 
 def facts(model: TextModel) -> dict[str, Any]:
