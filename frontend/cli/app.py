@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": ("Talk", "frontend.cli.chat", "Talk with the model in the terminal."),
     "pull": ("Models", "frontend.cli.catalog:PULL", "Download a model now."),
     "list": ("Models", "frontend.cli.catalog:LIST", "List the models that start with no network."),
+    "trace": ("Look inside", "frontend.cli.trace", "Show where time went, and who left the GPU waiting."),
     "version": ("Models", "frontend.cli.catalog:VERSION", "Print the version."),
 }
 

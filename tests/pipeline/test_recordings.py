@@ -11,9 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from frontend.trace.chrome import chrome_trace
+from frontend.trace.summary import summarize
+from frontend.trace.timeline import build
 from ipc.recorder.events import COMMIT, DECODE, DELIVER, ENCODE, FINISHED, FIRST_TOKEN, GPU, PARSE, PUBLISH, WRITE
 from ipc.recorder.reader import Recording, read_rings
 from ipc.recorder.store import read_about
+from tests.frontend.trace import trace_format
 
 from .conftest import DEADLINE_S, eventually
 
@@ -59,6 +63,21 @@ def check(recordings: list[Recording]) -> None:
     last = [record for record in by_name["frontend"] if record.code == WRITE][-1]
     assert parse.begin < parse.end <= encode.begin < encode.end <= gpu[0].begin < gpu[-1].end < last.end
     assert all(recording.torn == 0 for recording in recordings)
+    check_trace(recordings)
+
+
+def check_trace(recordings: list[Recording]) -> None:
+    timeline = build(recordings)
+    trace_format.check(chrome_trace(timeline), (timeline.end - timeline.begin) / 1000)
+    (request,) = timeline.requests
+    assert (request.complete, request.output_tokens) == (True, 5)
+    stages = request.stages()
+    assert sum(stages.values()) == request.total
+    assert all(stages[name] > 0 for name in ("parse", "tokenize", "queue", "prefill", "decode", "detokenize", "write"))
+    assert {pid for pid, _ in request.path} == {recording.pid for recording in recordings}
+    (engine,) = summarize(timeline).engines
+    assert (engine.device, engine.steps) == ("compute", 5)
+    assert engine.busy + engine.idle_total + engine.no_requests == engine.span
 
 
 def test_a_clean_stop_keeps_the_recording_on_disk(real: Callable[..., Any], tmp_path: Path) -> None:
