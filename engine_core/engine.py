@@ -16,12 +16,13 @@ from engine_core.errors import UserError
 from engine_core.limits import Limits
 from engine_core.outcome import Committed, Ending
 from engine_core.plan import InFlight, ModelFacts, Runner, StepPlan, StepTokens
+from engine_core.profiler import Profiler
 from engine_core.request import Request
 from engine_core.scheduler import Scheduler
 from engine_core.tombstones import Tombstones
 from ipc.codec import pack_ids, pack_request_ids, unpack_ids
 from ipc.config import EngineConfig
-from ipc.messages import EngineStats, Error, Finished, FinishReason, Generate, Opened, StepOutput
+from ipc.messages import EngineStats, Error, Finished, FinishReason, Generate, Opened, Profile, Profiled, StepOutput
 from ipc.recorder.events import COLLECT, COMMIT, FINISHED, FIRST_TOKEN, LAUNCH, PREPARE, RECEIVED, SCHEDULE
 from ipc.recorder.ring import Recorder
 
@@ -47,9 +48,11 @@ class Engine:
         depth: int = 1,
         clock: Callable[[], int] = time.monotonic_ns,
         recorder: Recorder | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self.facts = facts
         self.recorder = recorder or Recorder()
+        self._profiler = profiler or Profiler()
         self.scheduler = Scheduler(Limits.of(config, facts), runner.release, clock)
         self._runner = runner
         self._depth = depth
@@ -117,6 +120,7 @@ class Engine:
         self.recorder.end(
             COMMIT, committing, plan.step, scheduler.num_running, len(scheduler.waiting), scheduler.kv.pool.num_in_use
         )
+        self._profiler.after(plan.step)
         self._last_step = self._clock()
         self._step_seconds = (self._last_step - began) / 1e9
         return output
@@ -130,6 +134,14 @@ class Engine:
         prepared = self._runner.idle()
         self.recorder.end(PREPARE, began)
         return prepared
+
+    def profile(self, message: Profile) -> Profiled:
+        """Start or stop a profiler's capture, between two steps."""
+        try:
+            (self._profiler.start if message.on else self._profiler.stop)()
+        except Exception as error:  # of the driver, too
+            return Profiled(call_id=message.call_id, error=Error(400, str(error), code="not_supported"))
+        return Profiled(call_id=message.call_id)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -176,6 +188,7 @@ class Engine:
         return plan, tokens
 
     def _launch(self, plan: StepPlan) -> InFlight:
+        self._profiler.before(plan.step)
         began = self.recorder.begin(LAUNCH)
         try:
             return self._runner.launch(plan)

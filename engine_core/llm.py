@@ -29,6 +29,8 @@ from engine_core.prompts import (
 from engine_core.session import Delta, Session
 from engine_core.text_side import TextSide
 from ipc.messages import ChatPrompt, EngineStats, TextPrompt
+from ipc.recorder.nvtx import with_nvtx
+from ipc.recorder.ring import Recorder
 from ipc.sampling import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -51,7 +53,7 @@ class LLM:
 
         with load_progress(progress) as report:
             path = resolve_path(model, report)
-            engine = build_engine(make_config(path, options), report)
+            engine = build_engine(make_config(path, options), report, with_nvtx(Recorder()))
         self.facts = engine.facts
         self._progress = progress
         self._text = TextSide(path, chat_template)

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from engine_core.engine import Engine
 from ipc.mailbox import Inbox, Outbox
-from ipc.messages import Abort, EngineMessage, Generate, Shutdown, StepOutput
+from ipc.messages import Abort, EngineMessage, Generate, Profile, Shutdown, StepOutput
 from ipc.recorder.events import INTAKE, PUBLISH, WAIT
 
 # What is taken in between two steps: a burst of long prompts must not hold up those who are decoding.
@@ -33,7 +33,8 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Serve until `Shutdown`; then every request that is left ends with an abort. Raises `EngineBroken`."""
-    heartbeat = Heartbeat(engine, tuple(frontends), clock)
+    frontends = tuple(frontends)
+    heartbeat = Heartbeat(engine, frontends, clock)
     recorder = engine.recorder
     stopping = False
     while not stopping or engine.has_work:
@@ -45,6 +46,9 @@ def run(
                     engine.add(message)
                 case Abort():
                     engine.abort(message.request_ids, stop_string=message.stop_string)
+                case Profile():
+                    for frontend in frontends[message.frontend :][:1]:  # none, if the index is forged
+                        frontend.send(engine.profile(message))
                 case Shutdown():
                     stopping = True
                 case _:

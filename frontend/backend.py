@@ -36,6 +36,8 @@ from ipc.messages import (
     Message,
     ModelReady,
     ProcessLost,
+    Profile,
+    Profiled,
     Prompt,
     Rejected,
     Shutdown,
@@ -45,6 +47,9 @@ from ipc.messages import (
 from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
+
+
+Answer = Encoded | Decoded | Profiled  # to a call, by its id
 
 
 class Phase(Enum):
@@ -75,7 +80,7 @@ class Backend:
         self._outboxes = outboxes
         self._metrics = metrics
         self._handles: dict[int, Handle] = {}
-        self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
 
@@ -147,6 +152,11 @@ class Backend:
         assert isinstance(answer, Decoded)
         return answer
 
+    async def profile(self, on: bool) -> None:
+        """Start or stop the capture of the engine's profiler. Raises `ApiError`."""
+        call_id = self._take_ids(1)
+        await self._call(call_id, Profile(call_id=call_id, frontend=self._config.index, on=on), to="engine")
+
     # --- told by the other processes --------------------------------------------------------------------------------
 
     def deliver(self, batch: Iterable[FrontendMessage]) -> None:
@@ -157,7 +167,7 @@ class Backend:
                 case Rejected():
                     for request_id in message.request_ids:
                         self._end(request_id, "rejected", message.error)
-                case Encoded() | Decoded():
+                case Encoded() | Decoded() | Profiled():
                     future = self._calls.pop(message.call_id, None)
                     if future is not None and not future.done():
                         future.set_result(message)
@@ -238,13 +248,13 @@ class Backend:
             self.idle.set()
         return handle
 
-    async def _call(self, call_id: int, message: Message) -> Encoded | Decoded:
+    async def _call(self, call_id: int, message: Message, to: str = "tokenizer") -> Answer:
         self.limits()
         self._check_room(1)
-        future: asyncio.Future[Encoded | Decoded] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send("tokenizer", message)
+            self._send(to, message)
             answer = await future
         finally:
             self._calls.pop(call_id, None)

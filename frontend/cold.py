@@ -54,6 +54,8 @@ class ColdRoutes:
             Route("/v1/models/{model:path}", self.one_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/profile/start", self.profile_start, methods=["POST"]),
+            Route("/profile/stop", self.profile_stop, methods=["POST"]),
         ]
 
     def check_model(self, name: str | None) -> None:
@@ -126,6 +128,14 @@ class ColdRoutes:
         ids = token_bytes("tokens", wanted.tokens, limits.vocab_size)
         decoded = await self._backend.decode(ids, bool(wanted.skip_special_tokens))
         return _json({"prompt": decoded.text})
+
+    async def profile_start(self, _: Request) -> Response:
+        await self._backend.profile(True)
+        return _json({"status": "started"})
+
+    async def profile_stop(self, _: Request) -> Response:
+        await self._backend.profile(False)
+        return _json({"status": "stopped"})
 
     def _card(self) -> dict[str, Any]:
         return {

@@ -74,6 +74,7 @@ class EngineOptions(Config, frozen=True):
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None, option("Memory & scheduling", "CPU threads [physical cores]")
     ] = None
+    profile_steps: Annotated[str | None, option("Memory & scheduling", "A:B: capture steps A to B [none]")] = None
     seed: Annotated[
         int, Meta(ge=0, le=2**63 - 1), option("Memory & scheduling", "seed of requests that bring none")
     ] = 0

@@ -137,6 +137,14 @@ class Abort(Message, frozen=True):
     stop_string: bool = False
 
 
+class Profile(Message, frozen=True):
+    """Start or stop the capture of a profiler (cudaProfilerStart, cudaProfilerStop); answered with `Profiled`."""
+
+    call_id: RequestId
+    frontend: FrontendIndex
+    on: bool
+
+
 # --- to the detokenizer ---------------------------------------------------------------------------------------------
 
 
@@ -271,6 +279,11 @@ class Decoded(Message, frozen=True):
     error: Error | None = None
 
 
+class Profiled(Message, frozen=True):
+    call_id: RequestId
+    error: Error | None = None
+
+
 class EngineStats(Message, frozen=True):
     """Sent by the engine a few times a second while busy and once a second while idle: the heartbeat."""
 
@@ -346,7 +359,7 @@ class Shutdown(Message, frozen=True):
 
 
 TokenizerMessage = Submit | Encode | Decode | Shutdown
-EngineMessage = Generate | Abort | Shutdown
+EngineMessage = Generate | Abort | Profile | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
-FrontendMessage = Deltas | Rejected | Encoded | Decoded | EngineStats | ModelReady | ProcessLost | Shutdown
+FrontendMessage = Deltas | Rejected | Encoded | Decoded | Profiled | EngineStats | ModelReady | ProcessLost | Shutdown
 SupervisorMessage = Progress | Ready | Serving | StartFailed
