@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from ipc.recorder.reader import Recording, read_rings
 from ipc.recorder.store import read_about
 from tests.frontend.trace import trace_format
 
-from .conftest import DEADLINE_S, eventually
+from .conftest import DEADLINE_S, ROOT, eventually
 
 NAMES = {"frontend", "tokenizer_proc", "engine_core", "detokenizer_proc"}
 
@@ -89,10 +92,25 @@ def test_a_clean_stop_keeps_the_recording_on_disk(real: Callable[..., Any], tmp_
     about = read_about(live)
     assert about.clocks.keys() == NAMES
     assert all(clock.agrees and clock.bound_us < 120e6 for clock in about.clocks.values())
+    check_command(run, tmp_path, "running")
     run.process.send_signal(signal.SIGTERM)
     assert run.exit_code() == 0
     run.assert_nothing_left()
     check(read_rings(kept(tmp_path)))
+    check_command(run, tmp_path, "ended")
+
+
+def check_command(run: Any, tmp_path: Path, state: str) -> None:
+    """`gapless trace`, asked as a user does."""
+    env = os.environ | {"XDG_RUNTIME_DIR": str(run.base), "XDG_STATE_HOME": str(tmp_path / "state")}
+    out, html = tmp_path / f"{state}.json", tmp_path / f"{state}.html"
+    command = [sys.executable, "-m", "frontend.cli", "trace", "-o", str(out), "--html", str(html)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f", {state}, model " in done.stdout
+    assert "compute of engine_core: 5 steps" in done.stdout
+    trace_format.check(json.loads(out.read_bytes()), 1e9)
+    assert "5 steps in" in html.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("victim", ["engine_core", "frontend"])

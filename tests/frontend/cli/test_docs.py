@@ -9,6 +9,7 @@ from pathlib import Path
 from frontend.cli.app import COMMANDS
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
+from frontend.cli.trace import COMMAND as TRACE
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,6 +38,7 @@ def test_every_dependency_has_its_reason_and_its_pin() -> None:
 
 def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:
     flags = {flag for opt in OPTIONS.values() for flag in opt.flags}
+    flags |= {flag for param in TRACE.params for flag in param.opts}
     variables = {opt.env for opt in OPTIONS.values()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

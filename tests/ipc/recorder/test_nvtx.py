@@ -37,6 +37,8 @@ def test_ranges_have_the_names_of_the_spans(calls: list[tuple[str, ...]], tmp_pa
     inner = RingRecorder(tmp_path, "engine_core", 16)
     recorder = NvtxRecorder(inner)
     assert recorder.keeps
+    assert calls == [("push", "start", "gapless"), ("pop", "gapless")]
+    calls.clear()
     outer = recorder.begin(LAUNCH)
     began = recorder.begin(SCHEDULE)
     recorder.end(SCHEDULE, began, 3, 1, 2, 4)
@@ -52,6 +54,7 @@ def test_ranges_have_the_names_of_the_spans(calls: list[tuple[str, ...]], tmp_pa
 
 def test_spans_between_which_other_tasks_run_are_no_part_of_the_stack(calls: list[tuple[str, ...]]) -> None:
     recorder = NvtxRecorder(Recorder())
+    calls.clear()
     first = recorder.begin(WRITE)
     second = recorder.begin(WRITE)
     recorder.end(WRITE, first)
