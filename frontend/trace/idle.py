@@ -3,7 +3,7 @@
 no requests        there was no work in the whole server: nobody's fault, and counted apart
 parse, encode      the engine had nothing to do while a request was still in the frontend's or tokenizer's hands
 hand-over          ... or on its way between two processes
-schedule, launch, commit, publish, intake, gc
+schedule, launch, commit, publish, intake, prepare, gc
                    what the engine's thread did meanwhile; `commit` applies a step's tokens, `intake` takes messages in
 device             the next step was launched, or awaited: the device had it and had not begun
 engine             the engine's thread did something that is not recorded, or was not running
@@ -11,6 +11,7 @@ engine             the engine's thread did something that is not recorded, or wa
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -46,12 +47,14 @@ def idle_pieces(engine: Process, requests: Sequence[RequestLife]) -> list[Piece]
     if not engine.device:
         return []
     idle = gaps(engine.device)
-    alive = _union((r.begin, r.finished or max(r.begin, engine.device[-1].end)) for r in requests if r.begin)
+    last = engine.device[-1].end
+    lives = _union((r.begin, r.finished or max(r.begin, last)) for r in requests if r.begin)
+    alive = [Piece(begin, end, "") for begin, end in lives]
     doing = flatten(span for span in engine.spans if span.code not in NOT_ON_A_TRACK)
     upstream = _upstream(requests)
     pieces: list[Piece] = []
     for begin, end in idle:
-        busy = _clip([Piece(a, b, "") for a, b in alive], begin, end)
+        busy = _clip(alive, begin, end)
         for piece in _fill(busy, begin, end, NO_REQUESTS):
             if piece.cause == NO_REQUESTS:
                 pieces.append(piece)
@@ -124,15 +127,10 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _clip(pieces: Sequence[Piece], begin: int, end: int) -> list[Piece]:
     """The parts of `pieces`, which do not overlap and are sorted, within [begin, end]."""
-    low, high = 0, len(pieces)
-    while low < high:  # the first that ends after `begin`
-        middle = (low + high) // 2
-        if pieces[middle].end <= begin:
-            low = middle + 1
-        else:
-            high = middle
+    first = bisect.bisect_right(pieces, begin, key=lambda piece: piece.end)
     found = []
-    for piece in pieces[low:]:
+    for index in range(first, len(pieces)):
+        piece = pieces[index]
         if piece.begin >= end:
             break
         found.append(Piece(max(begin, piece.begin), min(end, piece.end), piece.cause))

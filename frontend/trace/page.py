@@ -20,9 +20,9 @@ BUCKETS = 60
 _COLORS = {
     "parse": "#7b9fd4", "named": "#999", "deliver": "#a9c4e6", "write": "#4f76b3", "encode": "#c58ac9",
     "intake": "#e0c469", "schedule": "#d98c3f", "launch": "#c4563b", "gpu step": "#3d9a5b", "collect": "#d9d9d9",
-    "commit": "#b0823c", "prepare": "#a58fd0", "publish": "#8c6d46", "decode": "#5fb3b3", "wait": "#f0f0f0", "gc": "#d1347a",
-    "tokenize": "#c58ac9", "queue": "#e3b04b", "prefill": "#2f7d48", "detokenize": "#5fb3b3", "hand-over": "#e58fb0",
-    "device": "#8fa88f", "engine": "#777",
+    "commit": "#b0823c", "prepare": "#a58fd0", "publish": "#8c6d46", "decode": "#5fb3b3", "wait": "#f0f0f0",
+    "gc": "#d1347a", "tokenize": "#c58ac9", "queue": "#e3b04b", "prefill": "#2f7d48", "detokenize": "#5fb3b3",
+    "hand-over": "#e58fb0", "device": "#8fa88f", "engine": "#777",
 }  # fmt: skip
 _STAGE_COLORS = {**_COLORS, "decode": "#7ccf95"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def find_runs() -> list[Run]:
     found: dict[str, Run] = {}
     with contextlib.suppress(OSError):
         for run_dir in base_directory().glob(f"{RUN_PREFIX}*"):
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            with contextlib.suppress(OSError):  # gone meanwhile, or not ours to look into
+                if run_dir.lstat().st_uid != os.getuid():
+                    continue
                 folder = (run_dir / LINK).resolve(strict=True)
                 name = (folder if folder.name != LINK else run_dir).name.removeprefix(PREFIX)
                 found[name] = Run(name, folder, not is_dead(run_dir), read_about(folder))

@@ -169,7 +169,17 @@ def test_clocks_are_noted_and_one_that_differs_is_named(base: Path) -> None:
         assert read_about(folder).clocks == {}
 
 
-def test_other_users_and_what_vanishes_do_not_disturb_the_list(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_run_is_not_looked_at(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunDirectory(base / "run") as run:
+        open_recordings(run.path, "m", base / "shm")
+        assert len(find_runs()) == 1
+        mine = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+        assert find_runs() == []
+        monkeypatch.undo()
+
+
+def test_what_vanishes_does_not_disturb_the_list(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (base / "run" / "gapless-empty").mkdir()
     (base / "run" / "gapless-dangling").mkdir()
     (base / "run" / "gapless-dangling" / LINK).symlink_to(base / "gone")
