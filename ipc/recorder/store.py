@@ -72,12 +72,12 @@ def state_directory() -> Path:
 def open_recordings(run_dir: Path, model: str = "", shared_memory: Path = _SHARED_MEMORY) -> Path:
     """A folder for the rings of the run at `run_dir`: in shared memory where there is any, else in `run_dir`."""
     link = run_dir / LINK
-    if shared_memory.is_dir() and os.access(shared_memory, os.W_OK):
+    try:
         _sweep(shared_memory)
         folder = Path(tempfile.mkdtemp(prefix=time.strftime(f"{PREFIX}%Y%m%d-%H%M%S-"), dir=shared_memory))  # 0700
         (folder / _HOME).symlink_to(run_dir)
         link.symlink_to(folder)
-    else:
+    except OSError:  # none here, or full
         folder = link
         folder.mkdir(0o700)
     write_about(folder, About(model, time.time(), str(run_dir)))
