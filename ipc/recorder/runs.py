@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ipc.recorder.store import LINK, PREFIX, About, past_runs, read_about, state_directory
-from ipc.run_dir import PREFIX as RUN_PREFIX
+from ipc.recorder.store import (
+    HOME,
+    LINK,
+    PREFIX,
+    SHARED_MEMORY,
+    About,
+    past_runs,
+    read_about,
+    run_name,
+    state_directory,
+)
 from ipc.run_dir import base_directory, is_dead
 
 
@@ -23,16 +33,31 @@ class Run:
 
 
 def find_runs() -> list[Run]:
-    """Newest first."""
+    """Newest first, those that live before all others."""
     found: dict[str, Run] = {}
-    with contextlib.suppress(OSError):
-        for run_dir in base_directory().glob(f"{RUN_PREFIX}*"):
-            with contextlib.suppress(OSError):  # gone meanwhile, or not ours to look into
-                if run_dir.lstat().st_uid != os.getuid():
-                    continue
-                folder = (run_dir / LINK).resolve(strict=True)
-                name = (folder if folder.name != LINK else run_dir).name.removeprefix(PREFIX)
-                found[name] = Run(name, folder, not is_dead(run_dir), read_about(folder))
+    for folder, run_dir in _present():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            name = run_name(folder, run_dir)
+            found[name] = Run(name, folder, not is_dead(run_dir), read_about(folder))
     for folder in past_runs(state_directory()):
         found.setdefault(folder.name, Run(folder.name, folder, False, read_about(folder)))
     return sorted(found.values(), key=lambda run: (run.alive, run.about.started, run.name), reverse=True)
+
+
+def _present() -> Iterator[tuple[Path, Path]]:
+    """(recordings, run directory) of what was not moved to disk. A server may have been started with another
+    XDG_RUNTIME_DIR than ours: what it records into is found in shared memory all the same."""
+    for run_dir in _own(base_directory()):
+        with contextlib.suppress(OSError):  # it has none, or has just gone
+            yield (run_dir / LINK).resolve(strict=True), run_dir
+    for folder in _own(SHARED_MEMORY):
+        with contextlib.suppress(OSError):
+            yield folder, (folder / HOME).readlink()
+
+
+def _own(base: Path) -> Iterator[Path]:
+    """Folders of this user: another one's are not looked at."""
+    for path in base.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                yield path

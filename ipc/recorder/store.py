@@ -31,8 +31,9 @@ ABOUT = "run.json"
 MAX_RUNS = 12
 MAX_BYTES = 128 * 2**20
 PREFIX = "gapless-"
-_HOME = "run"  # link back to the run directory
-_SHARED_MEMORY = Path("/dev/shm")
+_TIME = "%Y%m%d-%H%M%S-"
+HOME = "run"  # link back to the run directory
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class Clock(msgspec.Struct, frozen=True):
@@ -69,13 +70,13 @@ def state_directory() -> Path:
     return Path(base) / "gapless" / "runs"
 
 
-def open_recordings(run_dir: Path, model: str = "", shared_memory: Path = _SHARED_MEMORY) -> Path:
+def open_recordings(run_dir: Path, model: str = "", shared_memory: Path = SHARED_MEMORY) -> Path:
     """A folder for the rings of the run at `run_dir`: in shared memory where there is any, else in `run_dir`."""
     link = run_dir / LINK
     try:
         _sweep(shared_memory)
-        folder = Path(tempfile.mkdtemp(prefix=time.strftime(f"{PREFIX}%Y%m%d-%H%M%S-"), dir=shared_memory))  # 0700
-        (folder / _HOME).symlink_to(run_dir)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX + time.strftime(_TIME), dir=shared_memory))  # 0700
+        (folder / HOME).symlink_to(run_dir)
         link.symlink_to(folder)
     except OSError:  # none here, or full
         folder = link
@@ -113,13 +114,20 @@ def retire(run_dir: Path) -> None:
         if not link.is_dir():
             return
         folder = link.resolve()
-        name = folder.name.removeprefix(PREFIX) if link.is_symlink() else run_dir.name.removeprefix(PREFIX)
-        if link.is_symlink() and not (folder.name.startswith(PREFIX) and (folder / _HOME).is_symlink()):
+        if link.is_symlink() and not (folder.name.startswith(PREFIX) and (folder / HOME).is_symlink()):
             return  # not ours to move
         with contextlib.suppress(OSError):
-            _keep(folder, state_directory() / name)
+            _keep(folder, state_directory() / run_name(folder, run_dir))
         if link.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_name(folder: Path, run_dir: Path) -> str:
+    """What a run is called: when it began, and something of its own."""
+    if folder.name != LINK:
+        return folder.name.removeprefix(PREFIX)
+    began = time.strftime(_TIME, time.localtime(read_about(folder).started))
+    return began + run_dir.name.removeprefix(PREFIX)
 
 
 def _keep(folder: Path, target: Path) -> None:
@@ -156,6 +164,6 @@ def _sweep(shared_memory: Path) -> None:
     """Remove what belongs to a run directory that somebody has removed by hand."""
     for folder in shared_memory.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            home = folder / _HOME
+            home = folder / HOME
             if folder.lstat().st_uid == os.getuid() and home.is_symlink() and not home.exists():
                 shutil.rmtree(folder, ignore_errors=True)

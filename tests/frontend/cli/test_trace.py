@@ -9,13 +9,20 @@ from click.testing import CliRunner, Result
 
 from frontend.cli.errors import CliError
 from frontend.cli.trace import COMMAND
-from ipc.recorder import events
+from ipc.recorder import events, runs
 from ipc.recorder.events import name_words
 from ipc.recorder.store import About, Clock, state_directory, write_about
 from tests.frontend.trace import trace_format
 from tests.frontend.trace.recorded import FRONTEND, Tape, one_request, ring_bytes
 
 CLIENT_ID = "chatcmpl-00112233445566778899aabbccddeeff"
+
+
+@pytest.fixture(autouse=True)
+def no_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Servers that run beside the tests are not seen."""
+    monkeypatch.setattr(runs, "base_directory", lambda: tmp_path)
+    monkeypatch.setattr(runs, "SHARED_MEMORY", tmp_path)
 
 
 def keep(name: str, tape: Tape, about: About | None = None) -> None:

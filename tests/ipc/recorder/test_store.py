@@ -38,6 +38,7 @@ def base(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(short_dir / "state"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir / "run"))
     (short_dir / "run").mkdir()
+    monkeypatch.setattr(runs, "SHARED_MEMORY", short_dir / "shm")
     return short_dir
 
 
@@ -107,6 +108,8 @@ def test_without_shared_memory_the_run_directory_holds_them(base: Path) -> None:
         assert folder == run.path / LINK
         RingRecorder(folder, "engine_core", 64).mark(COMMIT, 3)
         assert find_runs()[0].alive
+        name = find_runs()[0].name
+    assert find_runs()[0].name == name > "2026"
     assert [record.id for record in read_rings(find_runs()[0].folder)[0].records] == [3]
 
 
@@ -167,6 +170,17 @@ def test_clocks_are_noted_and_one_that_differs_is_named(base: Path) -> None:
         assert clocks["engine_core"].bound_us == 1.0
         (folder / "run.json").write_text("no json")
         assert read_about(folder).clocks == {}
+
+
+def test_a_server_with_another_run_directory_is_found(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a service manager has started, seen from a login shell."""
+    with RunDirectory(base / "run") as run:
+        folder = open_recordings(run.path, "m", base / "shm")
+        (base / "other").mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / "other"))
+        (found,) = find_runs()
+        assert (found.folder, found.alive) == (folder, True)
+    assert [found.alive for found in find_runs()] == [False]
 
 
 def test_another_users_run_is_not_looked_at(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
