@@ -14,7 +14,7 @@ ROWS = 48  # rows of x in a task: they stay in the second-level cache
 
 
 def integers(bits: int, minimum: bool, width: int) -> Callable[[Any], None]:
-    """Arguments: counter, x (rounded), its stride in bytes, rows, weights, scales, blocks, chunks, out, out_stride.
+    """Arguments: counter, rows, x (rounded), its stride in bytes, weights, scales, blocks, chunks, out, out_stride.
 
     Tiles of few rows take the whole chunk, so that weights are read front to back; those of more take half of it, so
     that their sums stay in registers.
@@ -26,7 +26,7 @@ def integers(bits: int, minimum: bool, width: int) -> Callable[[Any], None]:
     half = CHUNK // 2
 
     def kernel(args: Any) -> None:
-        x, x_stride, rows, weights, scales = args[1], args[2], args[3], args[4], args[5]
+        rows, x, x_stride, weights, scales = args[1], args[2], args[3], args[4], args[5]
         blocks, chunks, out, out_stride = args[6], args[7], args[8], args[9]
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         while True:
@@ -64,30 +64,30 @@ def integers(bits: int, minimum: bool, width: int) -> Callable[[Any], None]:
 
 
 def quantize() -> Callable[[Any], None]:
-    """Arguments: counter, x, its stride in floats, rows, blocks, out, offset. `out` has no gaps between rows."""
+    """Arguments: counter, rows, x, its stride in floats, blocks, out, offset. `out` has no gaps between rows."""
 
     def kernel(args: Any) -> None:
-        x, x_stride, rows, blocks, out, offset = args[1], args[2], args[3], args[4], args[5], args[6]
+        rows, x, x_stride, blocks, out, offset = args[1], args[2], args[3], args[4], args[5], args[6]
         while True:
             row = next_task(args)
             if row >= rows:
                 break
+            target = out + row * blocks * X_BLOCK_BYTES
             for block in range(blocks):
-                source = x + (row * x_stride + block * BLOCK) * 4
-                quantize_block(source, out + (row * blocks + block) * X_BLOCK_BYTES, offset)
+                quantize_block(x + (row * x_stride + block * BLOCK) * 4, target + block * X_BLOCK_BYTES, offset)
 
     return kernel
 
 
 def floats() -> Callable[[Any], None]:
-    """Arguments: counter, x, x_stride, rows, weights, blocks, chunks, out, out_stride."""
+    """Arguments: counter, rows, x, x_stride, weights, blocks, chunks, out, out_stride."""
     form = WeightFormat(32)
     tile1, tile2 = linear_tile(1, 4), linear_tile(2, 2)
     tile4, tile6 = linear_tile(4, 1), linear_tile(6, 1)
     group_bytes, block_bytes = GROUP * 4, form.block_bytes
 
     def kernel(args: Any) -> None:
-        x, x_stride, rows, weights, blocks = args[1], args[2], args[3], args[4], args[5]
+        rows, x, x_stride, weights, blocks = args[1], args[2], args[3], args[4], args[5]
         chunks, out, out_stride = args[6], args[7], args[8]
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         while True:

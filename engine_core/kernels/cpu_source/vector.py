@@ -68,19 +68,20 @@ def _across(e: Emit, vector: Any, combine: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
-    """`row_max(address, vectors)`: the largest of 8 * vectors floats."""
+    """`row_max(address, vectors)`: the largest of 8 * vectors floats; NaN if one of them is."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors = values
         e = Emit(builder)
         best = cgutils.alloca_once_value(builder, _constant(-math.inf))
-        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
-            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
-            old = builder.load(best)
-            builder.store(builder.select(builder.fcmp_ordered(">", value, old), value, old), best)
 
         def larger(x: Any, y: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+            first = builder.or_(builder.fcmp_ordered(">", x, y), builder.fcmp_unordered("uno", x, x))
+            return builder.select(first, x, y)
+
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
+            builder.store(larger(value, builder.load(best)), best)
 
         return _across(e, builder.load(best), larger)
 
