@@ -18,10 +18,10 @@ import numba
 import numpy as np
 
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS
-from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, prefetch, smaller, stack
+from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, smaller, stack
 from engine_core.kernels.cpu_source.elementwise import rotate_head
 from engine_core.kernels.cpu_source.tile import dense_tile
-from engine_core.kernels.cpu_source.vector import exp_row, row_max, square_sum
+from engine_core.kernels.cpu_source.vector import exp_row, prefetch, row_max, square_sum
 
 
 def write() -> Callable[[Any], None]:

@@ -13,8 +13,8 @@ import numba
 import numpy as np
 
 from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES
-from engine_core.kernels.cpu_source.compiler import floats, int64s, next_task, smaller, stack
-from engine_core.kernels.cpu_source.dot import quantize_block
+from engine_core.kernels.cpu_source.compiler import floats, int64s, next_task, smaller
+from engine_core.kernels.cpu_source.dot import quantize_gated, quantize_normed
 from engine_core.kernels.cpu_source.vector import row_max, silu_multiply, square_sum
 
 ROWS = 2  # rows in a task
@@ -39,7 +39,7 @@ def add_rms_norm() -> Callable[[Any], None]:
         )
         total, weight, columns, eps = args[7], floats(args[8]), args[9], np.float32(args[10] / 2.0**60)
         out, rounded, offset, index = args[11], args[12], args[13], int64s(args[14])
-        blocks, piece = columns // BLOCK, stack(BLOCK * 4)
+        blocks = columns // BLOCK
         while True:
             first = next_task(args) * ROWS
             if first >= rows:
@@ -64,11 +64,10 @@ def add_rms_norm() -> Callable[[Any], None]:
                     for i in range(columns):
                         normed[i] = values[i] * scale * weight[i]
                     continue
-                normed, target = floats(piece), rounded + row * blocks * X_BLOCK_BYTES
+                target = rounded + row * blocks * X_BLOCK_BYTES
                 for block in range(blocks):
-                    for i in range(BLOCK):
-                        normed[i] = values[block * BLOCK + i] * scale * weight[block * BLOCK + i]
-                    quantize_block(piece, target + block * X_BLOCK_BYTES, offset)
+                    at = block * BLOCK * 4
+                    quantize_normed(address + at, scale, args[8] + at, target + block * X_BLOCK_BYTES, offset)
 
     return kernel
 
@@ -123,12 +122,11 @@ def rotate() -> Callable[[Any], None]:
 
 def silu_and_mul() -> Callable[[Any], None]:
     """Arguments: counter, rows, x, x_stride, bias of x, columns, out, rounded, offset. The bias is added in place."""
-    vectors = BLOCK // 8
 
     def kernel(args: Any) -> None:
         rows, x, x_stride, bias, columns = args[1], args[2], args[3], floats(args[4]), args[5]
         out, rounded, offset = args[6], args[7], args[8]
-        blocks, piece = columns // BLOCK, stack(BLOCK * 4)
+        blocks = columns // BLOCK
         while True:
             first = next_task(args) * ROWS
             if first >= rows:
@@ -146,8 +144,7 @@ def silu_and_mul() -> Callable[[Any], None]:
                 target = rounded + row * blocks * X_BLOCK_BYTES
                 for block in range(blocks):
                     at = block * BLOCK * 4
-                    silu_multiply(gate + at, up + at, piece, vectors)
-                    quantize_block(piece, target + block * X_BLOCK_BYTES, offset)
+                    quantize_gated(gate + at, up + at, target + block * X_BLOCK_BYTES, offset)
 
     return kernel
 
