@@ -6,7 +6,6 @@ are kept as bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,10 @@ from numpy.typing import NDArray
 
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_layout import BLOCK, CHUNK, WeightFormat
+from engine_core.kernels.cpu_memory import zeros
 from engine_core.kernels.cpu_team import cpu_team
 from engine_core.loader.weights import QuantizedWeight, Weight
 
-CACHE_LINE = 64  # bytes
 _FOUR_BITS = {GGMLQuantizationType.Q4_0: WeightFormat(4), GGMLQuantizationType.Q4_1: WeightFormat(4, minimum=True)}
 
 
@@ -72,17 +71,9 @@ def pack_floats(weight: torch.Tensor) -> PackedWeight:
 
 def _allocate(form: WeightFormat, rows: int, columns: int) -> PackedWeight:
     chunks, blocks, kinds = -(-rows // CHUNK), columns // BLOCK, form.block_scales // CHUNK
-    data = _zeros((chunks, blocks, form.block_bytes))
-    scales = _zeros((chunks, blocks, kinds, 2 * CHUNK)).view(torch.float16)
+    data = zeros(chunks * blocks * form.block_bytes).view(chunks, blocks, form.block_bytes)
+    scales = zeros(chunks * blocks * kinds * CHUNK * 2).view(torch.float16).view(chunks, blocks, kinds, CHUNK)
     return PackedWeight(form, (rows, columns), data, scales)
-
-
-def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
-    """uint8, in memory that costs nothing before it is written, from the start of a cache line on."""
-    size = math.prod(shape)
-    memory = np.zeros(size + CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    return torch.from_numpy(memory[start : start + size].reshape(shape))
 
 
 def _pack(
