@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 CHUNK = 64  # outputs whose weights lie side by side, the unit of work: one row of input reads them front to back
 BLOCK = 32  # inputs that share a scale
-# A block of rounded inputs: 32 int8, float32 scale, float32 scale * sum of the integers, int32 what sums start from.
+# A block of rounded inputs: 32 int8, float32 scale, float32 scale * sum of the integers, int32 -offset * sum.
 X_BLOCK_BYTES = BLOCK + 12
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention

@@ -99,8 +99,7 @@ def _quantize(e: Emit, halves: list[Any], out: Any, offset: Any) -> None:
     scale = b.fmul(largest, ir.Constant(_F32, 1 / 127))
     e.put(scale, out, SCALE)
     e.put(b.fmul(scale, b.sitofp(integer_sum, _F32)), out, SCALED_SUM)
-    start = b.mul(integer_sum, b.neg(b.trunc(offset, _I32)))
-    e.put(b.add(start, ir.Constant(_I32, _MAGIC_BITS)), out, START)
+    e.put(b.mul(integer_sum, b.neg(b.trunc(offset, _I32))), out, START)
 
 
 def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int) -> Any:
@@ -156,10 +155,10 @@ def _fetch_block(e: Emit, form: WeightFormat, vectors: int, block: Any, weights:
 def _block_sums(
     e: Emit, form: WeightFormat, vectors: int, start: Any, x_blocks: list[Any], width: int
 ) -> list[list[Any]]:
-    """int32 [rows][vectors]: `_MAGIC_BITS` + the sum over the inputs of a block of x * (weight - offset)."""
+    """int32 [rows][vectors]: the sum over the inputs of a block of x * (weight - offset)."""
     sums = []
     for x_block in x_blocks:
-        initial = ir.Constant(_VI32, [_MAGIC_BITS] * LANES)
+        initial = ir.Constant(_VI32, [0] * LANES)
         if form.offset:
             initial = e.broadcast(e.at(x_block, START, _I32), LANES)
         sums.append([initial] * vectors)
@@ -183,21 +182,15 @@ def _unpack(e: Emit, form: WeightFormat, packed: list[Any]) -> list[list[Any]]:
 def _add_block(
     e: Emit, form: WeightFormat, v: int, scales: Any, x_blocks: list[Any], sums: list[Any], total: list[Any]
 ) -> None:
-    """total[m] += scale * x_scale[m] * sums[m] + minimum * x_scaled_sum[m].
-
-    The bits of a sum are those of the float `_MAGIC` + the sum. That and `_MAGIC` * scale are exact, so one
-    multiply-add makes of them what a conversion and a product would: scale * sum, rounded once.
-    """
+    """total[m] += scale * x_scale[m] * sums[m] + minimum * x_scaled_sum[m]."""
     b = e.b
     scale = b.fpext(e.at(scales, 2 * v * LANES, ir.VectorType(_F16, LANES)), _VF32)
-    less = b.fmul(scale, ir.Constant(_VF32, [-_MAGIC] * LANES))
     minimum = None
     if form.minimum:
         minimum = b.fpext(e.at(scales, 2 * (CHUNK + v * LANES), ir.VectorType(_F16, LANES)), _VF32)
     for x_block, block_sum, slot in zip(x_blocks, sums, total, strict=True):
         x_scale = e.broadcast(e.at(x_block, SCALE, _F32), LANES)
-        scaled = e.fused_multiply_add(b.bitcast(block_sum, _VF32), scale, less)
-        value = e.multiply_add(scaled, x_scale, b.load(slot))
+        value = e.multiply_add(b.fmul(b.sitofp(block_sum, _VF32), scale), x_scale, b.load(slot))
         if minimum is not None:
             value = e.multiply_add(minimum, e.broadcast(e.at(x_block, SCALED_SUM, _F32), LANES), value)
         b.store(value, slot)

@@ -74,15 +74,8 @@ class Emit:
         return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
 
     def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
-        return self._ternary("fmuladd", x, y, z)
-
-    def fused_multiply_add(self, x: Any, y: Any, z: Any) -> Any:
-        """Rounded once, also where the processor has no instruction for it."""
-        return self._ternary("fma", x, y, z)
-
-    def _ternary(self, name: str, x: Any, y: Any, z: Any) -> Any:
         kind = ir.FunctionType(x.type, [x.type] * 3)
-        function = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.{name}.v{x.type.count}f32")
+        function = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.fmuladd.v{x.type.count}f32")
         return self.b.call(function, [x, y, z])
 
     def accumulators(self, rows: int, vectors: int, lanes: int = LANES) -> list[list[Any]]:
