@@ -114,8 +114,8 @@ def attend() -> Callable[[Any], None]:
     `tasks` is int64 [num_tasks, 3]: the batch row, its first query token, and how many of them. Each stands for one
     task per KV head.
     """
-    score1, score2, score4, score6 = (dense_tile(rows, 2, False) for rows in (1, 2, 4, 6))
-    value1, value2, value4, value6 = (dense_tile(rows, 2, True) for rows in (1, 2, 4, 6))
+    score1, score2, score3, score4, score6 = (dense_tile(rows, 2, False) for rows in (1, 2, 3, 4, 6))
+    value1, value2, value3, value4, value6 = (dense_tile(rows, 2, True) for rows in (1, 2, 3, 4, 6))
 
     def kernel(args: Any) -> None:
         num_tasks, tasks, positions, tables = args[1], int64s(args[2]), int64s(args[3]), args[4]
@@ -161,6 +161,9 @@ def attend() -> Callable[[Any], None]:
                         elif rows - r >= 4:
                             score4(a, dim, k_at, size, dim, c, CONTEXT)
                             r += 4
+                        elif rows - r >= 3:
+                            score3(a, dim, k_at, size, dim, c, CONTEXT)
+                            r += 3
                         elif rows - r >= 2:
                             score2(a, dim, k_at, size, dim, c, CONTEXT)
                             r += 2
@@ -207,6 +210,9 @@ def attend() -> Callable[[Any], None]:
                             elif rows - r >= 4:
                                 value4(a, CONTEXT, v_at, dim, used, c, dim)
                                 r += 4
+                            elif rows - r >= 3:
+                                value3(a, CONTEXT, v_at, dim, used, c, dim)
+                                r += 3
                             elif rows - r >= 2:
                                 value2(a, CONTEXT, v_at, dim, used, c, dim)
                                 r += 2
