@@ -70,17 +70,18 @@ class CpuModel:
 
     def _make_room(self, tokens: int, rows: int, length: int) -> None:
         """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
-        if tokens > self._capacity or rows > len(self._logits):
-            self._capacity = max(tokens, 2 * self._capacity if tokens > self._capacity else self._capacity)
-            self._make_program(max(rows, len(self._logits)))
+        if tokens > self._capacity:
+            self._make_program(max(tokens, 2 * self._capacity), max(rows, len(self._logits)))
+        elif rows > len(self._logits):
+            self._make_program(self._capacity, rows)
         if length > len(self._cos):
             cos, sin = self._model.rope.angles(torch.arange(2 * length), torch.float32)
             self._cos, self._sin = cos[:, 0], sin[:, 0]
 
-    def _make_program(self, logits_rows: int) -> None:
+    def _make_program(self, capacity: int, logits_rows: int) -> None:
         model, head = self._model, _packed(self._model.lm_head)
         layers = [_linears(layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp) for layer in model.layers]
-        stages = Stages(model.config, [linear for linears in layers for linear in linears], self._capacity)
+        stages = Stages(model.config, [linear for linears in layers for linear in linears], capacity)
         launches, enters, attends, norms = stages.launches, list[int](), list[int](), list[int]()
         for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, layers, strict=True)):
             norms.append(len(launches))
@@ -98,10 +99,11 @@ class CpuModel:
         stages.add()
         self._head = [len(launches), len(launches) + 1]
         stages.last_norm(model.norm, head)
-        self._total, self._logits = stages.total, torch.empty(logits_rows, head.width)
-        stages.product(head, out=self._logits)
+        logits = torch.empty(logits_rows, head.width)
+        stages.product(head, out=logits)
         self._first_norms, self._enters, self._attends = norms[:2], enters, attends
         self._stages, self._program = stages, Program(launches)
+        self._capacity, self._total, self._logits = capacity, stages.total, logits
 
 
 def _qk_norms(attention: object) -> tuple[RMSNorm, RMSNorm] | None:

@@ -238,7 +238,7 @@ def test_a_step_without_memory_ends_its_requests_and_names_the_flags(
         raise error
 
     add(1)
-    monkeypatch.setattr(engine._runner.model, "forward", fail)
+    monkeypatch.setattr(engine._runner, "forward", fail)
     (lost,) = engine.step().finished
     assert lost.error is not None
     assert lost.error.message == (
