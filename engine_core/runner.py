@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from engine_core.attention.base import Attention, AttentionSpec
+from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.flash import FlashAttention, choose_flash
 from engine_core.attention.select import check_attention, make_attention
-from engine_core.batch import make_batch
+from engine_core.batch import ForwardBatch, make_batch
+from engine_core.cpu.forward import CpuModel
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
 from engine_core.kernels.cpu_cache import has_kernels
@@ -67,6 +69,10 @@ class ModelRunner:
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
+        # Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary], of a batch.
+        self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]] = self._run_layers
+        if isinstance(attention, CpuAttention) and CpuModel.supports(model):
+            self.forward = CpuModel(model, attention).forward
 
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. There are no graphs here."""
@@ -89,19 +95,23 @@ class ModelRunner:
         if not plan.rows:
             return Done(StepTokens([]))
         batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
-        hidden = self.model.forward(batch, self.attention)
+        hidden, logits = self.forward(batch)
         sampling = [row for row in plan.rows if row.samples]
         tokens = StepTokens([])
         if sampling:
             requests = [row.request for row in sampling]
             positions = [row.stop - row.request.num_prompt_tokens for row in sampling]
-            tokens = self.sampler.sample(self.model.logits(hidden[batch.logits_rows]), requests, positions)
+            tokens = self.sampler.sample(logits, requests, positions)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
         for row, start in zip(plan.rows, batch.query_starts.tolist(), strict=False):
             if wants_prompt_logprobs(row):
                 values = prompt_logprobs(row, hidden[start:], self.model.logits, self.sampler)
                 tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
+
+    def _run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.model.forward(batch, self.attention)
+        return hidden, self.model.logits(hidden[batch.logits_rows])
 
     def idle(self) -> bool:
         return False
