@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("Serve", "frontend.cli.serve", "Start the server: OpenAI's API and a chat page."),
     "run": ("Talk", "frontend.cli.run", "Answer one prompt in the terminal; piped input is read too."),
     "chat": ("Talk", "frontend.cli.chat", "Talk with the model in the terminal."),
+    "explain": ("Look", "frontend.cli.explain", "Reckon what a model takes on a GPU, and the least time of steps."),
     "pull": ("Models", "frontend.cli.catalog:PULL", "Download a model now."),
     "list": ("Models", "frontend.cli.catalog:LIST", "List the models that start with no network."),
     "trace": ("Look inside", "frontend.cli.trace", "Show where time went, and who left the GPU waiting."),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_core.errors import UserError
-from engine_core.loader.safetensors import read_config
+from engine_core.loader.hf_config import read_config
 from engine_core.loader.select import open_checkpoint
 from engine_core.models.config import from_hf
 from tests.engine_core.tiny_models import load, reference_logits, save_model, scattered_requests, step_logits
