@@ -77,7 +77,7 @@ def count_parameters(config: ModelConfig) -> Parameters:
 
 
 class ModelCosts:
-    """`weight_bytes`: of a weight as the device holds it, a mean if they differ; `kv_bytes`: of an element of K or V."""
+    """`weight_bytes`: of a weight as the device holds it, a mean if they differ; `kv_bytes`: of one element of KV."""
 
     def __init__(self, config: ModelConfig, weight_bytes: float, kv_bytes: int) -> None:
         self.config, self.weight_bytes = config, weight_bytes

@@ -25,7 +25,7 @@ from frontend.openai.prompts import chat_prompt, check_length, token_bytes
 from frontend.openai.schema import TokenizeRequest
 from ipc.codec import unpack_ids
 from ipc.config import FrontendProcessConfig
-from ipc.messages import Prompt, TextPrompt
+from ipc.messages import Prompt, RequestState, TextPrompt
 
 
 class ColdRoutes:
@@ -50,6 +50,7 @@ class ColdRoutes:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/requests", self.requests, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.one_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -86,6 +87,14 @@ class ColdRoutes:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def requests(self, _: Request) -> Response:
+        """Those in the engine. Nothing of what they say."""
+        self._backend.limits()
+        found = await self._backend.requests.ask()
+        if found is None:
+            raise ApiError(503, "the engine does not answer", code="not_ready", retry_after=2)
+        return _json({"total": found.total, "requests": [_request_state(each) for each in found.requests]})
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -146,6 +155,17 @@ class ColdRoutes:
             "root": self.model,
             "max_model_len": self._backend.limits().max_model_len,
         }
+
+
+def _request_state(state: RequestState) -> dict[str, Any]:
+    return {
+        "id": str(state.request_id),  # JSON's readers take large numbers for floats
+        "state": state.state,
+        "age_seconds": round(state.age / 1e9, 3),
+        "prompt_tokens": state.prompt_tokens,
+        "computed_tokens": state.computed_tokens,
+        "output_tokens": state.output_tokens,
+    }
 
 
 def _json(value: object) -> Response:

@@ -1,4 +1,5 @@
-"""Prometheus metrics of the whole server, kept in the frontend. Names follow vLLM's, with the prefix `gapless:`.
+"""Prometheus metrics of the whole server, kept in the frontend. Names follow vLLM's, with the prefix `gapless:`; those
+that vLLM has too are there under its own prefix as well.
 
 What the engine counts arrives with its heartbeat; what clients feel is measured here.
 """
@@ -12,11 +13,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ipc.messages import Ended, EngineStats
-
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20)
-_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+from frontend.buckets import ITL, LATENCY, TOKENS, TTFT
+from frontend.usage_metrics import ProcessCollector, UsageCollector
+from frontend.vllm_names import with_vllm_names
+from ipc.messages import Ended, EngineStats, ModelReady
 
 
 class Metrics:
@@ -31,12 +31,16 @@ class Metrics:
             family = Histogram(f"gapless:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return family.labels(model)
 
-        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
-        self._itl = histogram("inter_token_latency_seconds", "Time between tokens of one answer", _SHORT)
-        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end of the answer", _LONG)
-        self._queue = histogram("request_queue_time_seconds", "Arrival to the first step", _LONG)
-        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per answer", _TOKENS)
-        self._output = histogram("request_generation_tokens", "Tokens per answer", _TOKENS)
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", TTFT)
+        self._itl = histogram("inter_token_latency_seconds", "Time between tokens of one answer", ITL)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end of the answer", LATENCY)
+        self._queue = histogram("request_queue_time_seconds", "Arrival to the first step", LATENCY)
+        self._prefill = histogram("request_prefill_time_seconds", "First step to first token", LATENCY)
+        self._decode = histogram("request_decode_time_seconds", "First token to last", LATENCY)
+        self._inference = histogram("request_inference_time_seconds", "First step to last token", LATENCY)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of the tokens after the first", ITL)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per answer", TOKENS)
+        self._output = histogram("request_generation_tokens", "Tokens per answer", TOKENS)
         self._finished = Counter(
             "gapless:request_success", "Answers by how they ended", ["model_name", "finished_reason"],
             registry=self.registry,
@@ -50,11 +54,23 @@ class Metrics:
             "gapless:num_requests_in_flight", "Answers not yet ended", ["model_name"], registry=self.registry
         )
         self._in_flight = streams.labels(model)
-        self.registry.register(_EngineCollector(self))
+        self._usage, self._processes = UsageCollector(model), ProcessCollector()
+        for collector in (_EngineCollector(self), self._usage, self._processes):
+            self.registry.register(collector)
 
     @property
     def model(self) -> str:
         return self._model
+
+    def heard(self, stats: EngineStats) -> None:
+        """The engine's heartbeat."""
+        self.stats = stats
+        self._usage.observe(stats)
+
+    def ready(self, message: ModelReady) -> None:
+        """Everything has started: what it consists of."""
+        self._usage.peaks = message.facts.get("peaks", {})
+        self._processes.watch(message.facts.get("pids", {}))
 
     def accepted(self, choices: int) -> None:
         self._requests.inc(choices)
@@ -78,6 +94,14 @@ class Metrics:
             self._prompt.observe(ended.usage.prompt_tokens)
             self._output.observe(ended.usage.completion_tokens)
 
+    def phases(self, prefill_ns: int, decode_ns: int, num_tokens: int) -> None:
+        """Of an answer that has ended: from its first step to its first token, and on to its last."""
+        self._prefill.observe(prefill_ns / 1e9)
+        self._decode.observe(decode_ns / 1e9)
+        self._inference.observe((prefill_ns + decode_ns) / 1e9)
+        if num_tokens > 1:
+            self._tpot.observe(decode_ns / 1e9 / (num_tokens - 1))
+
     def cancelled(self, choices: int) -> None:
         self._in_flight.dec(choices)
         self._finished.labels(self._model, "abort").inc(choices)
@@ -87,7 +111,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition format."""
-        return generate_latest(self.registry)
+        return with_vllm_names(generate_latest(self.registry))
 
 
 class _EngineCollector(Collector):
