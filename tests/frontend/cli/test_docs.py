@@ -6,10 +6,11 @@ import re
 import tomllib
 from pathlib import Path
 
-from frontend.cli.app import COMMANDS
+import click
+
+from frontend.cli.app import COMMANDS, GROUP
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
-from frontend.cli.trace import COMMAND as TRACE
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,9 +37,15 @@ def test_every_dependency_has_its_reason_and_its_pin() -> None:
     assert len(pinned) == len(set(pinned))
 
 
+def own_flags() -> set[str]:
+    """Those of commands that are no settings."""
+    context = click.Context(GROUP)
+    commands = (GROUP.get_command(context, name) for name in COMMANDS)
+    return {flag for command in commands if command for param in command.params for flag in param.opts}
+
+
 def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:
-    flags = {flag for opt in OPTIONS.values() for flag in opt.flags}
-    flags |= {flag for param in TRACE.params for flag in param.opts}
+    flags = {flag for opt in OPTIONS.values() for flag in opt.flags} | own_flags()
     variables = {opt.env for opt in OPTIONS.values()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
