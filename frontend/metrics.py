@@ -55,8 +55,9 @@ class Metrics:
         )
         self._in_flight = streams.labels(model)
         self._usage, self._processes = UsageCollector(model), ProcessCollector()
+        self._whole = CollectorRegistry()  # what is of the whole server, whichever frontend tells it
         for collector in (_EngineCollector(self), self._usage, self._processes):
-            self.registry.register(collector)
+            self._whole.register(collector)
 
     @property
     def model(self) -> str:
@@ -111,7 +112,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition format."""
-        return with_vllm_names(generate_latest(self.registry))
+        return with_vllm_names(generate_latest(self.registry) + generate_latest(self._whole))
 
 
 class _EngineCollector(Collector):
