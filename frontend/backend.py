@@ -14,7 +14,7 @@ from enum import Enum
 from typing import assert_never
 
 from frontend.errors import ApiError, from_error
-from frontend.handle import Event, Handle
+from frontend.handle import Direct, Event, Handle
 from frontend.heartbeat import Heartbeat
 from frontend.metrics import Metrics
 from frontend.openai.job import Job, Limits
@@ -70,6 +70,7 @@ class Backend:
         self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
+        self._unflushed: list[Direct] = []
 
     # --- asked by routes --------------------------------------------------------------------------------------------
 
@@ -137,6 +138,15 @@ class Backend:
     # --- told by the other processes --------------------------------------------------------------------------------
 
     def deliver(self, batch: Iterable[FrontendMessage]) -> None:
+        """One wake-up: each stream's connection is written at most once, at the end."""
+        try:
+            self._dispatch(batch)
+        finally:
+            for direct in self._unflushed:
+                direct.flush()
+            self._unflushed.clear()
+
+    def _dispatch(self, batch: Iterable[FrontendMessage]) -> None:
         for message in batch:
             match message:
                 case Deltas():
@@ -181,19 +191,38 @@ class Backend:
         now = time.monotonic_ns()
         details = {detail.row: detail for detail in message.details}
         ids = unpack_request_ids(message.request_ids)
+        handles, gap = self._handles, self._metrics.inter_token
         for row, (request_id, text, count) in enumerate(zip(ids, message.texts, message.num_tokens, strict=False)):
-            handle = self._handles.get(request_id)
+            handle = handles.get(request_id)
             if handle is None:  # cancelled
                 continue
             choice = request_id - handle.first_id
-            detail = details.get(row)
-            if count:
-                self._metrics.tokens(now, handle.arrival, handle.last_token[choice], count)
-                handle.last_token[choice] = now
-            if detail is not None:
-                self._note(request_id, choice, handle, detail, now)
+            last = handle.last_token[choice]
+            # The plain case first: this loop is what the process spends its time on.
+            if last and row not in details:
+                if count:
+                    gap(now - last, count)
+                    handle.last_token[choice] = now
+                if (direct := handle.direct) is not None and not direct.blocked:
+                    if direct.add(choice, text):
+                        self._unflushed.append(direct)
+                    continue
+                detail = None
+            else:
+                detail = details.get(row)
+                if count:
+                    self._count(handle, choice, now, last, count)
+                if detail is not None:
+                    self._note(request_id, choice, handle, detail, now)
             if not handle.push(Event(choice, text, count, detail)):
                 self._drop(handle)
+
+    def _count(self, handle: Handle, choice: int, now: int, last: int, count: int) -> None:
+        if last:
+            self._metrics.inter_token(now - last, count)
+        else:
+            self._metrics.first_token(now - handle.arrival)
+        handle.last_token[choice] = now
 
     def _note(self, request_id: int, choice: int, handle: Handle, detail: Detail, now: int) -> None:
         if detail.opened is not None:

@@ -5,12 +5,15 @@ What the engine counts arrives with its heartbeat; what clients feel is measured
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ipc.messages import Ended, EngineStats
 
@@ -32,7 +35,9 @@ class Metrics:
             return family.labels(model)
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
-        self._itl = histogram("inter_token_latency_seconds", "Time between tokens of one answer", _SHORT)
+        itl = LeanHistogram("gapless:inter_token_latency_seconds", "Time between tokens of one answer", model, _SHORT)
+        self.registry.register(itl)
+        self.inter_token = itl.observe
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end of the answer", _LONG)
         self._queue = histogram("request_queue_time_seconds", "Arrival to the first step", _LONG)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens per answer", _TOKENS)
@@ -63,12 +68,8 @@ class Metrics:
     def opened(self, queued_ns: int) -> None:
         self._queue.observe(queued_ns / 1e9)
 
-    def tokens(self, now: int, arrival: int, last: int, count: int) -> None:
-        """`count` tokens of one answer have come; `last` is when the ones before came, 0 for the first."""
-        if last == 0:
-            self._ttft.observe((now - arrival) / 1e9)
-        else:
-            self._itl.observe((now - last) / 1e9 / count)
+    def first_token(self, waited_ns: int) -> None:
+        self._ttft.observe(waited_ns / 1e9)
 
     def ended(self, ended: Ended, duration_ns: int) -> None:
         self._in_flight.dec()
@@ -88,6 +89,28 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+
+class LeanHistogram(Collector):
+    """A histogram that is cheap enough to be told of every token."""
+
+    def __init__(self, name: str, text: str, model: str, buckets: tuple[float, ...]) -> None:
+        self._name, self._text, self._model = name, text, model
+        self._names = [*map(floatToGoString, buckets), "+Inf"]
+        self._bounds = [round(bound * 1e9) for bound in buckets]
+        self._counts = [0] * len(self._names)
+        self._sum = 0
+
+    def observe(self, elapsed_ns: int, count: int) -> None:
+        """`count` things took `elapsed_ns` together, the same time each."""
+        self._counts[bisect_left(self._bounds, elapsed_ns / count)] += count
+        self._sum += elapsed_ns
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        buckets = list(zip(self._names, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric([self._model], buckets, self._sum / 1e9)
+        yield family
 
 
 class _EngineCollector(Collector):
