@@ -1,6 +1,6 @@
 """Tokens per second from a step's message to the client's socket, and what each stage costs per token.
 
-    python -m bench.streaming [--streams 256] [--tokens 400] [--interval-ms 1] [--chat]
+    python -m bench.streaming [--streams 256] [--tokens 400] [--interval-ms 1] [--chat] [--frontends 1]
 
 The server's own processes with a fake engine in the place of the real one: every interval it emits one token for each
 stream, in one message, whether the others follow or not. The client only counts. Columns are CPU time of each process
@@ -25,7 +25,7 @@ import psutil
 from frontend.cli.models import resolve_model
 from frontend.topology import LaunchConfig, Server, process_specs
 from ipc.actor import shutdown_on_sigterm
-from ipc.channel import Receiver, connect
+from ipc.channel import Broadcast, Receiver, connect
 from ipc.codec import pack_ids, pack_request_ids
 from ipc.config import EngineProcessConfig, ServerOptions
 from ipc.messages import Abort, EngineMessage, EngineStats, Finished, Generate, Opened, Shutdown, StepOutput
@@ -91,8 +91,8 @@ def _opened(request: Generate) -> Opened:
 
 def engine_process(config: EngineProcessConfig, child: Child) -> None:
     interval = float(os.environ[INTERVAL_ENV]) / 1000
-    outboxes = connect(config.endpoints, "detokenizer", "frontends")
-    detokenizer = outboxes.pop("detokenizer")
+    detokenizers = Broadcast(connect(config.endpoints, "detokenizers").values())
+    frontends = Broadcast(connect(config.endpoints, "frontends").values())
     engine, running, next_beat = FakeEngine(), True, 0.0
     with Receiver[EngineMessage](config.endpoints.engine, EngineMessage) as inbox, shutdown_on_sigterm(inbox):
         child.ready({"max_model_len": 8192, "vocab_size": 49152})
@@ -103,13 +103,12 @@ def engine_process(config: EngineProcessConfig, child: Child) -> None:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_S
-                for outbox in outboxes.values():
-                    outbox.send(engine.stats())
+                frontends.send(engine.stats())
             if not engine.live:
                 inbox.wait(HEARTBEAT_S)
                 due = time.monotonic()
             elif now >= due:
-                detokenizer.send(engine.step())
+                detokenizers.send(engine.step())
                 due = max(due + interval, now - 10 * interval)
             else:
                 time.sleep(due - now)
@@ -198,11 +197,16 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     parser.add_argument("--interval-ms", type=float, default=1.0, help="between two tokens of a stream")
+    parser.add_argument("--frontends", type=int, default=1)
+    parser.add_argument("--detokenizers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of /v1/completions")
     given = parser.parse_args()
     os.environ[INTERVAL_ENV] = str(given.interval_ms)
-    launch = LaunchConfig(model=str(resolve_model("smollm2").path), server=ServerOptions(port=0))
+    options = ServerOptions(
+        port=0, frontend_procs=given.frontends, tokenizer_procs=1, detokenizer_procs=given.detokenizers
+    )
+    launch = LaunchConfig(model=str(resolve_model("smollm2").path), server=options)
     common = b'"max_tokens":%d,"ignore_eos":true,"stream":true}' % given.tokens
     path, body = "/v1/completions", b'{"prompt":"Once upon a time",' + common
     if given.chat:

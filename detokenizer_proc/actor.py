@@ -1,6 +1,11 @@
-"""The detokenizer as an actor: engine steps in, one `Deltas` per frontend and aborts for the engine out."""
+"""The detokenizer as an actor: engine steps in, one `Deltas` per frontend and aborts for the engine out.
+
+Steps that have queued up become one `Deltas`: the further it is behind, the less each of them costs it and a frontend.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
@@ -9,17 +14,38 @@ from ipc.actor import Envelope
 from ipc.channel import frontend_key
 from ipc.messages import StepOutput
 
+MAX_MERGED = 64  # steps; keeps a message small
+
 
 class DetokenizerActor:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._core = Detokenizer(tokenizer)
+    """One of `count`, each of which gets all steps; this one answers for the request ids that are `index` modulo
+    `count`."""
+
+    def __init__(self, tokenizer: Tokenizer, index: int = 0, count: int = 1) -> None:
+        self._core = Detokenizer(tokenizer, index, count)
 
     def handle(self, batch: list[StepOutput]) -> list[Envelope]:
         """An output that is not well formed raises: tokens of all requests would be missing from then on."""
         envelopes: list[Envelope] = []
-        for output in batch:
-            deltas, abort = self._core.handle(output)
+        for outputs in mergeable(batch):
+            deltas, abort = self._core.handle(*outputs)
             envelopes.extend((frontend_key(index), message) for index, message in deltas.items())
             if abort is not None:
                 envelopes.append(("engine", abort))
         return envelopes
+
+
+def mergeable(batch: list[StepOutput]) -> Iterator[list[StepOutput]]:
+    """Runs of steps whose text fits into one message; log-probabilities are large and go alone."""
+    run: list[StepOutput] = []
+    for output in batch:
+        large = bool(output.logprobs or output.prompt_logprobs)
+        if run and (large or len(run) == MAX_MERGED):
+            yield run
+            run = []
+        run.append(output)
+        if large:
+            yield run
+            run = []
+    if run:
+        yield run

@@ -13,7 +13,7 @@ from engine_core.build import build_engine
 from engine_core.engine import Engine
 from engine_core.loop import run
 from ipc.actor import shutdown_on_sigterm
-from ipc.channel import Receiver, connect
+from ipc.channel import Broadcast, Receiver, connect
 from ipc.config import EngineProcessConfig
 from ipc.messages import EngineMessage
 from ipc.runtime import Child, child_main
@@ -23,13 +23,14 @@ def main(config: EngineProcessConfig, child: Child) -> None:
     imported = time.time() - psutil.Process().create_time()
     with child.phase("starting the engine"):
         engine = build_engine(config.engine, child.progress)
-    outboxes = connect(config.endpoints, "detokenizer", "frontends")
-    detokenizer = outboxes.pop("detokenizer")
+    # Each detokenizer gets every step and picks its rows: cheaper for this process than to pick them here.
+    detokenizers = Broadcast(connect(config.endpoints, "detokenizers").values())
+    frontends = Broadcast(connect(config.endpoints, "frontends").values())
     gc.collect()
     gc.freeze()  # what is loaded stays: later collections need not look at it
     with Receiver[EngineMessage](config.endpoints.engine, EngineMessage) as inbox, shutdown_on_sigterm(inbox):
         child.ready(ready_facts(engine, imported))
-        run(engine, inbox, detokenizer, outboxes.values())
+        run(engine, inbox, detokenizers, [frontends])
 
 
 def ready_facts(engine: Engine, imported: float) -> dict[str, Any]:

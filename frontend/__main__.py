@@ -28,12 +28,12 @@ def body(config: FrontendProcessConfig, child: Child) -> None:
 
 async def _run(config: FrontendProcessConfig, child: Child) -> None:
     metrics = Metrics(config.served_model_name)
-    outboxes = connect(config.endpoints, "tokenizer", "engine")
+    outboxes = connect(config.endpoints, "tokenizers", "engine", "frontends")
     backend = Backend(config, outboxes, metrics)
     inbox: AsyncReceiver[FrontendMessage] = AsyncReceiver(
         Receiver(config.endpoints.frontends[config.index], FrontendMessage), limit=MESSAGES_PER_TURN
     )
-    sock = listen(config.host, config.port)
+    sock = listen(config.host, config.port, shared=len(config.endpoints.frontends) > 1, first=config.index == 0)
     host, port = sock.getsockname()[:2]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: backend.deliver([Shutdown()]))
     gc.collect()

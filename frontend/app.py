@@ -32,7 +32,7 @@ class App:
         self._reader = BodyReader(config.max_body_bytes)
         self._guard = Guard(config.host, config.api_key)
         self._bodies = Bodies()
-        self._cold = ColdRoutes(config, backend, metrics, self._bodies, self._reader)
+        self._cold = ColdRoutes(config, backend, self._bodies, self._reader)
         self._router = Router(self._cold.routes(), redirect_slashes=False)
         self._generator = Generator(backend, self._cold.model)
 

@@ -6,7 +6,9 @@ Knows nothing of HTTP. Every request submitted here gets exactly one terminal ev
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -18,11 +20,14 @@ from frontend.handle import Direct, Event, Handle
 from frontend.heartbeat import Heartbeat
 from frontend.metrics import Metrics
 from frontend.openai.job import Job, Limits
+from frontend.siblings import Siblings
+from ipc.channel import frontend_key, tokenizer_key
 from ipc.codec import unpack_request_ids
 from ipc.config import FrontendProcessConfig
 from ipc.mailbox import MessageTooLarge, Outbox
 from ipc.messages import (
     Abort,
+    AskMetrics,
     Decode,
     Decoded,
     Deltas,
@@ -34,6 +39,7 @@ from ipc.messages import (
     Error,
     FrontendMessage,
     Message,
+    MetricsText,
     ModelReady,
     ProcessLost,
     Prompt,
@@ -68,6 +74,9 @@ class Backend:
         self._metrics = metrics
         self._handles: dict[int, Handle] = {}
         self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
+        others = (i for i in range(len(config.endpoints.frontends)) if i != config.index)
+        self.siblings = Siblings(config.index, {i: outboxes[frontend_key(i)] for i in others}, metrics)
+        self._tokenizers = itertools.cycle(tokenizer_key(i) for i in range(len(config.endpoints.tokenizers)))
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
         self._unflushed: list[Direct] = []
@@ -101,9 +110,8 @@ class Backend:
         try:
             for i, prompt in enumerate(job.prompts):
                 first = handle.first_id + i * n
-                self._send(
-                    "tokenizer", self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
-                )
+                message = self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
+                self._send(next(self._tokenizers), message)
         except ApiError:
             self.cancel(handle)
             raise
@@ -161,6 +169,8 @@ class Backend:
                 case EngineStats():
                     self._heartbeat.beat(message)
                     self._metrics.stats = message
+                case AskMetrics() | MetricsText():
+                    self.siblings.deliver(message)
                 case ModelReady():
                     self.model = message
                     self.phase = Phase.READY
@@ -260,7 +270,7 @@ class Backend:
         future: asyncio.Future[Encoded | Decoded] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send("tokenizer", message)
+            self._send(next(self._tokenizers), message)
             answer = await future
         finally:
             self._calls.pop(call_id, None)
@@ -270,12 +280,14 @@ class Backend:
 
     def _check_room(self, wanted: int) -> None:
         limit = self._config.max_queued_requests
-        used = len(self._handles) + len(self._calls)
         if wanted > limit:
             raise ApiError(400, f"prompts times n must be at most {limit} on this server, got {wanted}", "n")
-        if used + wanted > limit:
+        used = len(self._handles) + len(self._calls)
+        share = math.ceil(limit / len(self._config.endpoints.frontends))
+        # A request that is larger than this frontend's share still gets its turn when the frontend has nothing else.
+        if used and used + wanted > share:
             raise ApiError(
-                503, f"{used} requests are in progress, the limit is {limit}", code="overloaded", retry_after=1
+                503, f"{used} requests are in progress, the limit is {share}", code="overloaded", retry_after=1
             )
 
     def _take_ids(self, count: int) -> int:

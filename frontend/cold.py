@@ -19,7 +19,6 @@ from starlette.routing import Route
 from frontend.backend import Backend
 from frontend.errors import ApiError, shown
 from frontend.http import BodyReader
-from frontend.metrics import Metrics
 from frontend.openai.job import Bodies, Limits
 from frontend.openai.prompts import chat_prompt, check_length, token_bytes
 from frontend.openai.schema import TokenizeRequest
@@ -31,14 +30,11 @@ from ipc.messages import Prompt, TextPrompt
 class ColdRoutes:
     """`routes` is the table; methods are the endpoints. All raise `ApiError`."""
 
-    def __init__(
-        self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics, bodies: Bodies, reader: BodyReader
-    ) -> None:
+    def __init__(self, config: FrontendProcessConfig, backend: Backend, bodies: Bodies, reader: BodyReader) -> None:
         self.model = config.served_model_name or "default"
         self._names = {self.model, *config.model_aliases}
         self._reader = reader
         self._backend = backend
-        self._metrics = metrics
         self._bodies = bodies
         self._created = int(time.time())
         self._page, self._page_headers = load_page()
@@ -83,7 +79,8 @@ class ColdRoutes:
         return _json({"version": package_version()})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        text = await self._backend.siblings.metrics_text()
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._card()]})

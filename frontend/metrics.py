@@ -6,13 +6,15 @@ What the engine counts arrives with its heartbeat; what clients feel is measured
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from ipc.messages import Ended, EngineStats
@@ -55,7 +57,7 @@ class Metrics:
             "gapless:num_requests_in_flight", "Answers not yet ended", ["model_name"], registry=self.registry
         )
         self._in_flight = streams.labels(model)
-        self.registry.register(_EngineCollector(self))
+        self._engine = _EngineCollector(self)
 
     @property
     def model(self) -> str:
@@ -86,9 +88,40 @@ class Metrics:
     def responded(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def render(self) -> bytes:
-        """The text exposition format."""
+    def own(self) -> bytes:
+        """What this frontend counts, in the text exposition format: the engine's figures are not in it."""
         return generate_latest(self.registry)
+
+    def render(self, others: Iterable[bytes] = ()) -> bytes:
+        """The text exposition format, with the sums over this frontend and `others`, each as its `own`."""
+        others = list(others)
+        own = generate_latest(_Sum([self.own(), *others])) if others else self.own()
+        return own + generate_latest(self._engine)
+
+
+class _Sum(Collector):
+    """Sums of several expositions, sample by sample. Right for counters and histograms, and for the gauges here, which
+    count what is in flight."""
+
+    def __init__(self, texts: Iterable[bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text.decode()):
+                families.setdefault(family.name, family)
+                found = sums.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = sample.name, tuple(sample.labels.items())
+                    if family.name.endswith("_created"):  # a moment: the first one
+                        found[key] = min(found.get(key, sample.value), sample.value)
+                    else:
+                        found[key] = found.get(key, 0.0) + sample.value
+        for name, family in families.items():
+            family.samples = [Sample(key, dict(labels), value) for (key, labels), value in sums[name].items()]
+            yield family
 
 
 class LeanHistogram(Collector):

@@ -289,6 +289,21 @@ class EngineStats(Message, frozen=True):
     step_seconds: float  # of the last step; 0.0 when idle
 
 
+class AskMetrics(Message, frozen=True):
+    """From another frontend that was asked for /metrics: answer with `MetricsText`."""
+
+    question: Count  # repeated in the answer
+    frontend: FrontendIndex
+
+
+class MetricsText(Message, frozen=True):
+    """What that frontend counts, in Prometheus' text format."""
+
+    question: Count
+    frontend: FrontendIndex
+    text: bytes
+
+
 class ModelReady(Message, frozen=True):
     """The supervisor has heard Ready from every process: requests are accepted from now on."""
 
@@ -347,5 +362,7 @@ class Shutdown(Message, frozen=True):
 TokenizerMessage = Submit | Encode | Decode | Shutdown
 EngineMessage = Generate | Abort | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
-FrontendMessage = Deltas | Rejected | Encoded | Decoded | EngineStats | ModelReady | ProcessLost | Shutdown
+FrontendMessage = (
+    Deltas | Rejected | Encoded | Decoded | EngineStats | AskMetrics | MetricsText | ModelReady | ProcessLost | Shutdown
+)
 SupervisorMessage = Progress | Ready | Serving | StartFailed

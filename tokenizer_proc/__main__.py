@@ -20,11 +20,12 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
     with child.phase("loading the tokenizer"):
         model = load_text_model(config.model, config.chat_template)
         tokenizer_json = Path(config.run_dir) / "tokenizer.json"
-        model.tokenizer.save(str(tokenizer_json), pretty=False)
+        if config.index == 0:
+            model.tokenizer.save(str(tokenizer_json), pretty=False)
     outboxes = connect(config.endpoints, "engine", "frontends")
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
-    with Receiver[TokenizerMessage](config.endpoints.tokenizer, TokenizerMessage) as inbox:
+    with Receiver[TokenizerMessage](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
         child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
         run(TokenizerActor(model), inbox, outboxes)
 

@@ -83,7 +83,7 @@ class Fake:
         self._frontend = Sender(endpoints.frontends[0])
         self._sending = threading.Lock()
         self._stop = threading.Event()
-        self._tokenizer: Receiver[TokenizerMessage] = Receiver(endpoints.tokenizer, TokenizerMessage)
+        self._tokenizer: Receiver[TokenizerMessage] = Receiver(endpoints.tokenizers[0], TokenizerMessage)
         self._engine: Receiver[EngineMessage] = Receiver(endpoints.engine, EngineMessage)
         self._threads = [
             threading.Thread(target=self._loop, args=(self._tokenizer, self._on_tokenizer), daemon=True),
@@ -241,13 +241,10 @@ class FakeServer:
     """The real frontend on a free port, in a thread, with a `Fake` behind it."""
 
     def __init__(self, run_dir: Path, *, ready: bool = True, **settings: Any) -> None:
-        names = ("supervisor", "tokenizer", "engine", "detokenizer", "frontend")
-        paths = {name: f"ipc://{run_dir}/{name}" for name in names}
-        frontends = (paths.pop("frontend"),)
-        endpoints = Endpoints(frontends=frontends, **paths)
+        endpoints = Endpoints.make(lambda name: f"ipc://{run_dir}/{name}")
         known: dict[str, Any] = {"served_model_name": MODEL, "port": 0, "model_aliases": ("alias",)}
         self.config = FrontendProcessConfig(index=0, endpoints=endpoints, **{**known, **settings})
-        self.inbox: Receiver[FrontendMessage] = Receiver(frontends[0], FrontendMessage)
+        self.inbox: Receiver[FrontendMessage] = Receiver(endpoints.frontends[0], FrontendMessage)
         self.fake = Fake(endpoints)
         self.sock = listen(self.config.host, self.config.port)
         self.port = int(self.sock.getsockname()[1])
@@ -269,7 +266,7 @@ class FakeServer:
             self.failure = error
 
     async def _run(self) -> None:
-        outboxes = connect(self.config.endpoints, "tokenizer", "engine")
+        outboxes = connect(self.config.endpoints, "tokenizers", "engine", "frontends")
         metrics = Metrics(MODEL)
         self.backend = Backend(self.config, outboxes, metrics)
         inbox = AsyncReceiver(self.inbox)

@@ -71,9 +71,9 @@ def test_each_process_is_stopped_at_the_inbox_it_binds(run_dir: RunDirectory) ->
     ends = specs[0].config({}).endpoints  # type: ignore[attr-defined]
     assert [(spec.name, spec.address) for spec in specs] == [
         ("frontend", ends.frontends[0]),
-        ("tokenizer_proc", ends.tokenizer),
+        ("tokenizer_proc", ends.tokenizers[0]),
         ("engine_core", ends.engine),
-        ("detokenizer_proc", ends.detokenizer),
+        ("detokenizer_proc", ends.detokenizers[0]),
     ]
     assert len({ends.supervisor, *(spec.address for spec in specs)}) == 5
     assert specs[0].stop_grace_s > LAUNCH.grace_seconds
