@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ipc.messages import TokenizerMessage
 from ipc.runtime import Child, child_main
 from tokenizer_proc.actor import TokenizerActor
 from tokenizer_proc.load import load_text_model
+from tokenizer_proc.long_lane import TwoLanes
 from tokenizer_proc.model import TextModel
 
 
@@ -23,11 +25,13 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
         if config.index == 0:
             model.tokenizer.save(str(tokenizer_json), pretty=False)
     outboxes = connect(config.endpoints, "engine", "frontends")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no pool of threads for one text at a time
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
-    with Receiver[TokenizerMessage](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
+    with Receiver[Any](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
+        lanes = TwoLanes(TokenizerActor(model), TokenizerActor(model.for_another_thread()), inbox.post)
         child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
-        run(TokenizerActor(model), inbox, outboxes)
+        run(lanes, inbox, outboxes)
 
 
 def facts(model: TextModel) -> dict[str, Any]:

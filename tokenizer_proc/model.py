@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,14 @@ class TextModel:
     # Put BOS in front of a rendered chat that has none. GGUF files keep this in a flag; Hugging Face templates do it
     # themselves.
     chat_adds_bos: bool = False
+
+    def for_another_thread(self) -> TextModel:
+        """The same, with chat templates of its own: an engine renders one prompt at a time."""
+        return dataclasses.replace(
+            self,
+            template=self.template and self.template.copy(),
+            tool_template=self.tool_template and self.tool_template.copy(),
+        )
 
     @cached_property
     def max_chars(self) -> int | None:
