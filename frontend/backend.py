@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import assert_never
+from typing import assert_never, cast
+
+import msgspec
 
 from frontend.errors import ApiError, from_error
 from frontend.handle import Direct, Event, Handle
@@ -69,6 +71,7 @@ class Backend:
         self.stopped = asyncio.Event()  # Shutdown has arrived
         self.idle = asyncio.Event()  # no request is in flight
         self.idle.set()
+        self.names = (config.served_model_name or "default", *config.model_aliases)
         self._config = config
         self._outboxes = outboxes
         self._metrics = metrics
@@ -87,7 +90,7 @@ class Backend:
         """Raises `ApiError` 503 unless requests can be accepted now."""
         if self.phase is not Phase.READY or self.model is None:
             raise ApiError(503, self.phase.value, code="not_ready", retry_after=2)
-        return Limits(self.model.max_model_len, self.model.vocab_size)
+        return Limits(self.model.max_model_len, self.model.vocab_size, self.names)
 
     def stalled(self) -> str | None:
         """Why the server cannot answer now; None if it is ready and the engine makes progress."""
@@ -128,10 +131,11 @@ class Backend:
             self._metrics.cancelled(len(ids))
             self._send("engine", Abort(request_ids=ids))
 
-    async def encode(self, prompt: Prompt) -> Encoded:
-        """Raises `ApiError`."""
+    async def encode(self, prompt: msgspec.Raw) -> Encoded:
+        """`prompt`: an encoded `Prompt`. Raises `ApiError`."""
         call_id = self._take_ids(1)
-        answer = await self._call(call_id, Encode(call_id=call_id, frontend=self._config.index, prompt=prompt))
+        message = Encode(call_id=call_id, frontend=self._config.index, prompt=cast(Prompt, prompt))
+        answer = await self._call(call_id, message)
         assert isinstance(answer, Encoded)
         return answer
 
@@ -295,11 +299,11 @@ class Backend:
         self._next_id += count
         return first
 
-    def _submit_message(self, job: Job, prompt: Prompt, ids: list[int], arrival: int) -> Submit:
+    def _submit_message(self, job: Job, prompt: msgspec.Raw, ids: list[int], arrival: int) -> Submit:
         return Submit(
             request_ids=ids,
             frontend=self._config.index,
-            prompt=prompt,
+            prompt=cast(Prompt, prompt),  # encoded already; as part of a message it looks the same
             sampling=job.sampling,
             arrival=arrival,
             priority=job.priority,

@@ -93,6 +93,7 @@ async def serve(
         for task in (reader, stopper):
             task.cancel()
         await asyncio.gather(reader, stopper, return_exceptions=True)
+        await app.close()
     if not reader.cancelled():
         reader.result()
 

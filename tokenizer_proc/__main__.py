@@ -20,7 +20,8 @@ from tokenizer_proc.model import TextModel
 
 def main(config: TokenizerProcessConfig, child: Child) -> None:
     with child.phase("loading the tokenizer"):
-        model = load_text_model(config.model, config.chat_template)
+        model = load_text_model(config.model, config.chat_template).warm_up()
+        other = model.for_another_thread().warm_up()
         tokenizer_json = Path(config.run_dir) / "tokenizer.json"
         if config.index == 0:
             model.tokenizer.save(str(tokenizer_json), pretty=False)
@@ -29,7 +30,7 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
     with Receiver[Any](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
-        lanes = TwoLanes(TokenizerActor(model), TokenizerActor(model.for_another_thread()), inbox.post)
+        lanes = TwoLanes(TokenizerActor(model), TokenizerActor(other), inbox.post)
         child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
         run(lanes, inbox, outboxes)
 

@@ -33,6 +33,11 @@ class TextModel:
             tool_template=self.tool_template and self.tool_template.copy(),
         )
 
+    def warm_up(self) -> TextModel:
+        """Work out now what would hold up a request later."""
+        _ = self.max_chars, self.special_ids
+        return self
+
     @cached_property
     def max_chars(self) -> int | None:
         """No longer text can fit into the context: each token stands for so many characters at most."""

@@ -188,3 +188,24 @@ def test_a_signal_stops_all_frontends_at_once(launch: Callable[[dict[str, Any]],
     run.assert_nothing_left()
     assert "Traceback" not in run.stderr
     assert "killed" not in run.stderr, run.stderr
+
+
+def test_short_prompts_pass_a_long_one(server: Server) -> None:
+    """Short answers are there before those to prompts that take long to encode, though these came first."""
+    order: list[str] = []
+    # Few tokens, as the context is small, but many characters to look at: it is refused once it is encoded.
+    long = "hello world, " * 6_000 * 8
+
+    def send(name: str, prompt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 1}
+        status = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S, trust_env=False).status_code
+        order.append(name)
+        return status
+
+    with ThreadPoolExecutor(8) as pool:
+        late = [pool.submit(send, "long", long) for _ in range(4)]
+        statuses = [send("short", "Hi") for _ in range(10)]
+        assert statuses == [200] * 10
+        assert [future.result() for future in late] == [400] * 4
+    assert order.index("long") >= 3
+    assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
