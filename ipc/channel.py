@@ -31,7 +31,7 @@ _PREFIX = "ipc://"
 _MAX_PATH = 107  # sockaddr_un holds 108 bytes, one of them the terminator
 _DROP_LOG_INTERVAL_S = 10.0
 _LINGER_MS = 1000
-_RECONNECT_MS, _RECONNECT_MAX_MS = 10, 200
+_RECONNECT_MS, _RECONNECT_MAX_MS = 5, 20  # the first request waits for the last of these
 
 
 class AddressInUse(OSError):

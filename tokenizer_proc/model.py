@@ -36,6 +36,7 @@ class TextModel:
     def warm_up(self) -> TextModel:
         """Work out now what would hold up a request later."""
         _ = self.max_chars, self.special_ids
+        self.tokenizer.encode("Hello, world!")  # the first encode compiles what it needs
         return self
 
     @cached_property

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # The worst of bodies takes some 60 ms per MB.
 LARGE_BODY = 256 * 1024
+_PIECE = 1 << 20  # bytes
 _ATTEMPTS = 2  # the process may be ending just now, because it was idle
 
 
@@ -90,10 +91,14 @@ class BodyParser:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(frame(head) + LENGTH.pack(len(body)))
-        process.stdin.write(body)
-        await process.stdin.drain()
+        view = memoryview(body)
+        for start in range(0, len(view), _PIECE):
+            process.stdin.write(view[start : start + _PIECE])
+            await process.stdin.drain()
         (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        return await process.stdout.readexactly(size)
+        reply = await process.stdout.readexactly(size)
+        await asyncio.sleep(0)  # copying what is large takes its time, and there are more copies to come
+        return reply
 
 
 def _environment() -> Mapping[str, str]:
