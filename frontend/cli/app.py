@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("Serve", "frontend.cli.serve", "Start the server: OpenAI's API and a chat page."),
     "run": ("Talk", "frontend.cli.run", "Answer one prompt in the terminal; piped input is read too."),
     "chat": ("Talk", "frontend.cli.chat", "Talk with the model in the terminal."),
+    "bench": ("Measure", "frontend.cli.bench", "Load a server and see what clients feel; or time the engine alone."),
     "pull": ("Models", "frontend.cli.catalog:PULL", "Download a model now."),
     "list": ("Models", "frontend.cli.catalog:LIST", "List the models that start with no network."),
     "version": ("Models", "frontend.cli.catalog:VERSION", "Print the version."),

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
-import ipc
 from frontend.errors import ApiError
 from frontend.openai.job import Job, Limits
 from frontend.openai.parse import DETOKENIZE, TOKENIZE, DetokenizeCall, Parser, TokenizeCall
 from frontend.parser.wire import LENGTH, Ask, Reply, frame
+from ipc.processes import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +83,7 @@ class BodyParser:
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "frontend.parser",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
             )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
@@ -99,9 +96,3 @@ class BodyParser:
         reply = await process.stdout.readexactly(size)
         await asyncio.sleep(0)  # copying what is large takes its time, and there are more copies to come
         return reply
-
-
-def _environment() -> Mapping[str, str]:
-    """From a checkout, the same code as here."""
-    root = str(Path(ipc.__file__).parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
