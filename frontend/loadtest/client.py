@@ -99,7 +99,7 @@ class Exchange(asyncio.Protocol):
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
+        except httptools.HttpParserError as error:
             self._fail(f"{type(error).__name__}: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -127,7 +127,11 @@ class Exchange(asyncio.Protocol):
         if data == b"[DONE]":
             self._complete = True
             return
-        event = self._decoder.decode(data)
+        try:
+            event = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            self._fail(f"an event that is no chunk: {error}")
+            return
         outcome = self.outcome
         if event.error is not None:
             self._fail(f"the server broke off: {str(event.error)[:500]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -55,7 +56,8 @@ def measure(target: Target, requests: Sequence[Request], max_concurrency: int | 
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            with contextlib.suppress(BrokenPipeError), process:  # waits, and closes its pipes
+                pass
     outcomes: list[Outcome] = [Outcome()] * len(requests)
     for index, report in enumerate(reports):
         outcomes[index::procs] = report.outcomes
