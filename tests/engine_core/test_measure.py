@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_lines_of_a_quick_run(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     save_model(folder, "llama", max_position_embeddings=1024)
+    (folder / "tokenizer.json").write_text("{}")  # part of a complete model; nobody reads it here
     out = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "frontend.cli", "bench", "offline", str(folder), "--quick", "--device", "cpu"]
     done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
