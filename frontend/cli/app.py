@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
 
 GROUP = LazyGroup(
     name="gapless",
-    help="Serve large language models: four processes, and a step loop that waits for none of them.",
+    help="Serve large language models, with a step loop that waits for no other process.",
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     no_args_is_help=True,

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from frontend.cli.app import COMMANDS
+from frontend.cli.bench import COMMAND as BENCH
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
 
@@ -35,8 +36,15 @@ def test_every_dependency_has_its_reason_and_its_pin() -> None:
     assert len(pinned) == len(set(pinned))
 
 
+def bench_flags() -> set[str]:
+    """What `gapless bench` takes beside the settings; `offline` hands its flags on to the engine's measurement."""
+    of_serve = {flag for param in BENCH.commands["serve"].params for flag in param.opts}
+    measure = (ROOT / "engine_core" / "measure.py").read_text(encoding="utf-8")
+    return of_serve | set(re.findall(r'add_argument\("(--[a-z-]+)"', measure))
+
+
 def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:
-    flags = {flag for opt in OPTIONS.values() for flag in opt.flags}
+    flags = {flag for opt in OPTIONS.values() for flag in opt.flags} | bench_flags()
     variables = {opt.env for opt in OPTIONS.values()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
