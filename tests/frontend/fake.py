@@ -53,6 +53,7 @@ from ipc.messages import (
 )
 
 TOKENS = ["Hel", "lo", " wörld", "", " 你好", " 🙂", '\n"quoted"', " end"]
+COUNT = 20_000
 VOCAB_SIZE, MAX_MODEL_LEN = 1000, 512
 MODEL = "fake-model"
 
@@ -168,6 +169,8 @@ class Fake:
             self._row(submit.request_ids[0], "", 0, ended=Ended("error", Usage(3, 1), error=Error(500, "NaN in a row")))
         elif text in ("/endless", "/flood"):
             threading.Thread(target=self._endless, args=(submit, text == "/flood"), daemon=True).start()
+        elif text == "/count":
+            threading.Thread(target=self._count, args=(submit,), daemon=True).start()
         elif text == "/slow":
             threading.Thread(target=self._answer, args=(submit, 0.05), daemon=True).start()
         else:
@@ -180,6 +183,13 @@ class Fake:
                 self._row(request_id, "x" * 4000 if flood else "tick ", 1, opened=first)
             first = False
             time.sleep(0.0005 if flood else 0.005)
+
+    def _count(self, submit: Submit) -> None:
+        """COUNT numbers, more than sockets' buffers hold, as fast as they can be sent."""
+        (request_id,) = submit.request_ids
+        for i in range(COUNT):
+            self._row(request_id, f"{i:<200}", 1, opened=i == 0)
+        self._row(request_id, "", 0, ended=Ended("stop", Usage(1, COUNT)))
 
     def _answer(self, submit: Submit, pause: float) -> None:
         sampling = submit.sampling
