@@ -16,14 +16,14 @@ from ipc.runtime import Child, child_main
 
 def main(config: DetokenizerProcessConfig, child: Child) -> None:
     with child.phase("loading the vocabulary"):
-        tokenizer = Tokenizer.from_file(config.tokenizer_json)
-        actor = DetokenizerActor(tokenizer, config.index, len(config.endpoints.detokenizers))
+        tokenizer, count = Tokenizer.from_file(config.tokenizer_json), len(config.endpoints.detokenizers)
+        actor = DetokenizerActor(tokenizer, config.index, count, recorder=child.recorder)
     outboxes = connect(config.endpoints, "engine", "frontends")
     gc.collect()
     gc.freeze()  # the vocabulary's tables live as long as the process
     with Receiver[DetokenizerMessage](config.endpoints.detokenizers[config.index], DetokenizerMessage) as inbox:
         child.ready({})
-        run(actor, inbox, outboxes)
+        run(actor, inbox, outboxes, recorder=child.recorder)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from detokenizer_proc.core import Detokenizer
 from ipc.actor import Envelope
 from ipc.channel import frontend_key
 from ipc.messages import StepOutput
+from ipc.recorder.events import DECODE
+from ipc.recorder.ring import Recorder
 
 MAX_MERGED = 64  # steps; keeps a message small
 
@@ -21,18 +23,28 @@ class DetokenizerActor:
     """One of `count`, each of which gets all steps; this one answers for the request ids that are `index` modulo
     `count`."""
 
-    def __init__(self, tokenizer: Tokenizer, index: int = 0, count: int = 1) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, index: int = 0, count: int = 1, *, recorder: Recorder | None = None
+    ) -> None:
         self._core = Detokenizer(tokenizer, index, count)
+        self._recorder = recorder or Recorder()
 
     def handle(self, batch: list[StepOutput]) -> list[Envelope]:
         """An output that is not well formed raises: tokens of all requests would be missing from then on."""
         envelopes: list[Envelope] = []
         for outputs in mergeable(batch):
-            deltas, abort = self._core.handle(*outputs)
+            deltas, abort = self._core.handle_all(self._recorded(outputs))
             envelopes.extend((frontend_key(index), message) for index, message in deltas.items())
             if abort is not None:
                 envelopes.append(("engine", abort))
         return envelopes
+
+    def _recorded(self, outputs: list[StepOutput]) -> Iterator[StepOutput]:
+        """`outputs`, and the time until the next one is asked for as a span of each."""
+        for output in outputs:
+            began = self._recorder.begin(DECODE)
+            yield output
+            self._recorder.end(DECODE, began, output.step, len(output.token_ids) // 4)
 
 
 def mergeable(batch: list[StepOutput]) -> Iterator[list[StepOutput]]:

@@ -12,6 +12,7 @@ the engine still says about it is ignored.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -96,9 +97,12 @@ class Detokenizer:
         """Number of open requests."""
         return len(self._requests)
 
-    def handle(self, *outputs: StepOutput) -> Outcome:
-        """What these steps mean together. Never raises for the sake of one request: that request then ends with an
-        error of its own."""
+    def handle(self, output: StepOutput) -> Outcome:
+        """Never raises for the sake of one request: that request then ends with an error of its own."""
+        return self.handle_all((output,))
+
+    def handle_all(self, outputs: Iterable[StepOutput]) -> Outcome:
+        """What these steps mean together."""
         step = _Step()
         for output in outputs:
             self._handle(step, output)

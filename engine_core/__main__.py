@@ -22,15 +22,15 @@ from ipc.runtime import Child, child_main
 def main(config: EngineProcessConfig, child: Child) -> None:
     imported = time.time() - psutil.Process().create_time()
     with child.phase("starting the engine"):
-        engine = build_engine(config.engine, child.progress)
+        engine = build_engine(config.engine, child.progress, child.recorder)
     # Each detokenizer gets every step and picks its rows: cheaper for this process than to pick them here.
     detokenizers = Broadcast(connect(config.endpoints, "detokenizers").values())
-    frontends = Broadcast(connect(config.endpoints, "frontends").values())
+    frontends = connect(config.endpoints, "frontends").values()
     gc.collect()
     gc.freeze()  # what is loaded stays: later collections need not look at it
     with Receiver[EngineMessage](config.endpoints.engine, EngineMessage) as inbox, shutdown_on_sigterm(inbox):
         child.ready(ready_facts(engine, imported))
-        run(engine, inbox, detokenizers, [frontends])
+        run(engine, inbox, detokenizers, frontends)
 
 
 def ready_facts(engine: Engine, imported: float) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from engine_core.prompts import EncodedPrompt, Message, Prompt, as_params, encod
 from engine_core.session import Delta, Session
 from engine_core.text_side import TextSide
 from ipc.messages import EngineStats
+from ipc.recorder.nvtx import with_nvtx
+from ipc.recorder.ring import Recorder
 from ipc.sampling import SamplingParams
 
 
@@ -44,7 +46,7 @@ class AsyncLLM:
             def build() -> Session:
                 from engine_core.build import build_engine
 
-                return Session(build_engine(config, report), self._text)
+                return Session(build_engine(config, report, with_nvtx(Recorder())), self._text)
 
             self._mailboxes: set[_Mailbox] = set()  # of the engine thread
             self._engine = EngineThread(build, self._deliver, self._end)

@@ -16,12 +16,15 @@ from engine_core.errors import UserError
 from engine_core.limits import Limits
 from engine_core.outcome import Committed, Ending
 from engine_core.plan import InFlight, ModelFacts, Runner, StepPlan, StepTokens
+from engine_core.profiler import Profiler
 from engine_core.request import Request
 from engine_core.scheduler import Scheduler
 from engine_core.tombstones import Tombstones
 from ipc.codec import pack_ids, pack_request_ids, unpack_ids
 from ipc.config import EngineConfig
-from ipc.messages import EngineStats, Error, Finished, FinishReason, Generate, Opened, StepOutput
+from ipc.messages import EngineStats, Error, Finished, FinishReason, Generate, Opened, Profile, Profiled, StepOutput
+from ipc.recorder.events import COLLECT, COMMIT, FINISHED, FIRST_TOKEN, LAUNCH, PREPARE, RECEIVED, SCHEDULE
+from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,12 @@ class Engine:
         *,
         depth: int = 1,
         clock: Callable[[], int] = time.monotonic_ns,
+        recorder: Recorder | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self.facts = facts
+        self.recorder = recorder or Recorder()
+        self._profiler = profiler or Profiler()
         self.scheduler = Scheduler(Limits.of(config, facts), runner.release, clock)
         self._runner = runner
         self._depth = depth
@@ -67,6 +74,7 @@ class Engine:
 
     def add(self, message: Generate) -> None:
         """Take a request in. What is wrong with it is told by its `Finished`, never by an exception."""
+        self.recorder.mark(RECEIVED, message.request_id, len(message.prompt_ids) // 4)
         if message.request_id in self._requests:
             logger.error("request id %d is in use: the newcomer is dropped", message.request_id)
             return
@@ -106,7 +114,13 @@ class Engine:
         """
         began = self._clock()
         plan, tokens = self._run()
+        committing = self.recorder.begin(COMMIT)
         output = self._output(self.scheduler.commit(plan, tokens) if plan.rows else Committed())
+        scheduler = self.scheduler
+        self.recorder.end(
+            COMMIT, committing, plan.step, scheduler.num_running, len(scheduler.waiting), scheduler.kv.pool.num_in_use
+        )
+        self._profiler.after(plan.step)
         self._last_step = self._clock()
         self._step_seconds = (self._last_step - began) / 1e9
         return output
@@ -116,7 +130,18 @@ class Engine:
         next request may be near."""
         if self.has_work or self.broken or self._clock() - self._last_step < IDLE_AFTER_NS:
             return False
-        return self._runner.idle()
+        began = self.recorder.begin(PREPARE)
+        prepared = self._runner.idle()
+        self.recorder.end(PREPARE, began)
+        return prepared
+
+    def profile(self, message: Profile) -> Profiled:
+        """Start or stop a profiler's capture, between two steps."""
+        try:
+            (self._profiler.start if message.on else self._profiler.stop)()
+        except Exception as error:  # of the driver, too
+            return Profiled(call_id=message.call_id, error=Error(400, str(error), code="not_supported"))
+        return Profiled(call_id=message.call_id)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -142,26 +167,35 @@ class Engine:
     def _run(self) -> tuple[StepPlan, StepTokens]:
         """Fill the pipeline and await its oldest step. A plan without rows: there was nothing to do, or it failed."""
         while len(self._in_flight) < self._depth:
+            began = self.recorder.begin(SCHEDULE)
             plan = self.scheduler.schedule()
+            self.recorder.end(SCHEDULE, began, plan.step, plan.num_tokens, len(plan.rows), plan.num_decodes)
             if not plan.rows:
                 break
             self._in_flight.append((plan, self._launch(plan)))
         if not self._in_flight:
             return StepPlan(()), StepTokens([])
         plan, in_flight = self._in_flight.popleft()
+        began = self.recorder.begin(COLLECT)
         try:
             tokens = in_flight.wait()
         except Exception as error:
             self._abandon(plan, error)
             return StepPlan(()), StepTokens([])
+        finally:
+            self.recorder.end(COLLECT, began, plan.step)
         self._failed_steps = 0
         return plan, tokens
 
     def _launch(self, plan: StepPlan) -> InFlight:
+        self._profiler.before(plan.step)
+        began = self.recorder.begin(LAUNCH)
         try:
             return self._runner.launch(plan)
         except Exception as error:
             return _FailedLaunch(error)  # told in its turn, after the steps before it
+        finally:
+            self.recorder.end(LAUNCH, began, plan.step)
 
     def _abandon(self, plan: StepPlan, error: Exception) -> None:
         """The runner raised. Which row is to blame cannot be told, nor what the steps launched since have read: all
@@ -241,6 +275,12 @@ class Engine:
             self._end(ending)
         finished, self._finished = self._finished, []
         self._step += 1
+        for request in done.opened:
+            times = request.first_scheduled, self._clock()
+            counts = request.num_prompt_tokens, request.num_cached_tokens
+            self.recorder.span(FIRST_TOKEN, *times, request.request_id, self._step, *counts)
+        for end in finished:
+            self.recorder.mark(FINISHED, end.request_id, self._step, end.num_output_tokens)
         return StepOutput(
             step=self._step,
             request_ids=pack_request_ids([request.request_id for request in done.requests]),

@@ -12,7 +12,8 @@ from typing import assert_never
 
 from engine_core.engine import Engine
 from ipc.mailbox import Inbox, Outbox
-from ipc.messages import Abort, EngineMessage, Generate, Shutdown, StepOutput
+from ipc.messages import Abort, EngineMessage, Generate, Profile, Shutdown, StepOutput
+from ipc.recorder.events import INTAKE, PUBLISH, WAIT
 
 # What is taken in between two steps: a burst of long prompts must not hold up those who are decoding.
 MESSAGES_PER_STEP = 64
@@ -32,25 +33,38 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Serve until `Shutdown`; then every request that is left ends with an abort. Raises `EngineBroken`."""
-    heartbeat = Heartbeat(engine, tuple(frontends), clock)
+    frontends = tuple(frontends)
+    heartbeat = Heartbeat(engine, frontends, clock)
+    recorder = engine.recorder
     stopping = False
     while not stopping or engine.has_work:
-        for message in inbox.drain(MESSAGES_PER_STEP):
+        began = recorder.begin(INTAKE)
+        messages = inbox.drain(MESSAGES_PER_STEP)
+        for message in messages:
             match message:
                 case Generate():
                     engine.add(message)
                 case Abort():
                     engine.abort(message.request_ids, stop_string=message.stop_string)
+                case Profile():
+                    for frontend in frontends[message.frontend :][:1]:  # none, if the index is forged
+                        frontend.send(engine.profile(message))
                 case Shutdown():
                     stopping = True
                 case _:
                     assert_never(message)
+        recorder.end(INTAKE, began, 0, len(messages))
         if stopping:
             engine.abort_all()
         if engine.has_work:
-            publish(engine.step(), detokenizer)
+            output = engine.step()
+            began = recorder.begin(PUBLISH)
+            publish(output, detokenizer)
+            recorder.end(PUBLISH, began, output.step, len(output.token_ids) // 4)
         elif not stopping and not engine.idle():
+            began = recorder.begin(WAIT)
             inbox.wait(heartbeat.seconds_left)
+            recorder.end(WAIT, began)
         heartbeat.beat_if_due()
         if engine.broken:
             raise EngineBroken(engine.broken)

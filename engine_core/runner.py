@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from engine_core.attention.base import Attention, AttentionSpec
+from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.flash import FlashAttention, choose_flash
 from engine_core.attention.select import check_attention, make_attention
-from engine_core.batch import make_batch
+from engine_core.batch import ForwardBatch, make_batch
+from engine_core.cpu.forward import CpuModel
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
 from engine_core.kernels.cpu_cache import has_kernels
@@ -33,6 +35,8 @@ from engine_core.request import Request
 from engine_core.sampler import Sampler
 from engine_core.warmup import run_largest_step, warm_up
 from ipc.config import EngineConfig
+from ipc.recorder.events import GPU
+from ipc.recorder.ring import Recorder
 
 if TYPE_CHECKING:
     from engine_core.cuda.runner import CudaRunner
@@ -51,12 +55,24 @@ class Done:
 class ModelRunner:
     """Runs one model on one device, one step after the other."""
 
-    def __init__(self, model: LlamaForCausalLM, attention: Attention, spec: AttentionSpec, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        attention: Attention,
+        spec: AttentionSpec,
+        max_num_seqs: int,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.model, self.attention, self.spec = model, attention, spec
         self.attention_name = attention.name
+        self._recorder = recorder or Recorder()
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
+        # Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary], of a batch.
+        self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]] = self._run_layers
+        if isinstance(attention, CpuAttention) and CpuModel.supports(model):
+            self.forward = CpuModel(model, attention).forward
 
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. There are no graphs here."""
@@ -68,26 +84,34 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Done:
         """Compute all rows of `plan` and sample for those that ask for it."""
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
-            return self._run(plan)
+            began = self._recorder.begin(GPU)
+            try:
+                return self._run(plan)
+            finally:
+                self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows))
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Done:
         if not plan.rows:
             return Done(StepTokens([]))
         batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
-        hidden = self.model.forward(batch, self.attention)
+        hidden, logits = self.forward(batch)
         sampling = [row for row in plan.rows if row.samples]
         tokens = StepTokens([])
         if sampling:
             requests = [row.request for row in sampling]
             positions = [row.stop - row.request.num_prompt_tokens for row in sampling]
-            tokens = self.sampler.sample(self.model.logits(hidden[batch.logits_rows]), requests, positions)
+            tokens = self.sampler.sample(logits, requests, positions)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
         for row, start in zip(plan.rows, batch.query_starts.tolist(), strict=False):
             if wants_prompt_logprobs(row):
                 values = prompt_logprobs(row, hidden[start:], self.model.logits, self.sampler)
                 tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
+
+    def _run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.model.forward(batch, self.attention)
+        return hidden, self.model.logits(hidden[batch.logits_rows])
 
     def idle(self) -> bool:
         return False
@@ -96,7 +120,9 @@ class ModelRunner:
         self.sampler.release(request)
 
 
-def build_runner(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[Runner, ModelFacts]:
+def build_runner(
+    config: EngineConfig, progress: ProgressCallback | None = None, recorder: Recorder | None = None
+) -> tuple[Runner, ModelFacts]:
     """Load the model of `config`, size the KV pool, and run once so that the first request finds everything warm.
 
     Raises:
@@ -119,7 +145,7 @@ def build_runner(config: EngineConfig, progress: ProgressCallback | None = None)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
-        runner = _make_runner(config, model, spec, max_model_len, flash)
+        runner = _make_runner(config, model, spec, max_model_len, flash, recorder)
     if device.type == "cuda":
         runner.allocate(1)  # a block that all rows of what comes next write to
         with _timed(seconds, "kernels"):
@@ -161,12 +187,13 @@ def _make_runner(
     spec: AttentionSpec,
     max_model_len: int,
     flash: FlashAttention | None,
+    recorder: Recorder | None,
 ) -> ModelRunner | CudaRunner:
     if spec.device.type == "cuda" and config.attention != "torch":
         from engine_core.cuda.runner import CudaRunner  # needs triton
 
-        return CudaRunner(model, spec, config, max_model_len, flash)
-    return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs)
+        return CudaRunner(model, spec, config, max_model_len, flash, recorder)
+    return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs, recorder)
 
 
 def _load_model(

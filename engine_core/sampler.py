@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine_core.kernels.cpu_elementwise import argmax
 from engine_core.logprobs import token_logprobs
 from engine_core.penalties import LogitEdits, edits_logits
 from engine_core.plan import StepTokens
@@ -49,14 +50,14 @@ class Sampler:
         token is masked, are in `failed` (with token id 0) and leave the other rows alone.
         """
         rows = _host(logits)
-        best = rows.argmax(axis=1) if len(rows) else np.empty(0, np.int64)  # a NaN counts as the maximum
-        step = StepTokens(token_ids=best.tolist())
+        best = argmax(rows)  # a NaN counts as the maximum
+        step = StepTokens(token_ids=list(best))
         for index, request in enumerate(requests):
             row, position = rows[index], positions[index] if positions else len(request.output_ids)
             if not row[best[index]] < np.inf:
                 step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
                 continue
-            token = self._sample_row(row, int(best[index]), request, position)
+            token = self._sample_row(row, best[index], request, position)
             if token < 0:
                 step.token_ids[index], step.failed[index] = 0, "no token is allowed: every one of them is masked"
                 continue

@@ -27,6 +27,8 @@ from ipc.messages import (
     TokenLogprobs,
     Usage,
 )
+from ipc.recorder.events import DECODE
+from ipc.recorder.ring import Recorder
 from ipc.sampling import SamplingParams
 
 
@@ -51,6 +53,9 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def recorder(self) -> Recorder: ...
 
     def add(self, message: Generate) -> None: ...
 
@@ -146,7 +151,9 @@ class Session:
         self.abort(list(self._live))
 
     def _add_text(self, detokenizer: Detokenizer, output: StepOutput, deltas: _Deltas) -> None:
+        began = self.engine.recorder.begin(DECODE)
         outcome = detokenizer.handle(output)
+        self.engine.recorder.end(DECODE, began, output.step, len(output.token_ids) // 4)
         if outcome.abort is not None:
             self.engine.abort(outcome.abort.request_ids, stop_string=outcome.abort.stop_string)
         message = outcome.deltas.get(0)

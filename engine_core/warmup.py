@@ -39,7 +39,8 @@ def warm_up(runner: Runner, config: EngineConfig, spec: AttentionSpec, num_block
     """A short prompt and a decode step: kernels compile, graphs are captured (there are two of each, with and without a
     draw) and the weights are touched before the first request does it."""
     room = (num_blocks - 1) * spec.block_size
-    count = max(1, min(config.max_num_batched_tokens, 32, room - 1))
+    longest = 32 if spec.device.type == "cuda" else 4  # the CPU's kernels come compiled
+    count = max(1, min(config.max_num_batched_tokens, longest, room - 1))
     for sampling in (GREEDY, DRAWN) if spec.device.type == "cuda" else (GREEDY,):
         request = Request(-1, [0] * count, sampling, block_ids=list(range(1, num_blocks)), slot=0)
         tokens = runner.launch(StepPlan((ScheduledRow(request, 0, count, True),), num_tokens=count)).wait()

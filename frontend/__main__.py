@@ -29,7 +29,7 @@ def body(config: FrontendProcessConfig, child: Child) -> None:
 async def _run(config: FrontendProcessConfig, child: Child) -> None:
     metrics = Metrics(config.served_model_name)
     outboxes = connect(config.endpoints, "tokenizers", "engine", "frontends")
-    backend = Backend(config, outboxes, metrics)
+    backend = Backend(config, outboxes, metrics, child.recorder)
     inbox: AsyncReceiver[FrontendMessage] = AsyncReceiver(
         Receiver(config.endpoints.frontends[config.index], FrontendMessage), limit=MESSAGES_PER_TURN
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from frontend.metrics import Metrics
 from frontend.openai.parse import CHAT, COMPLETIONS
 from frontend.parser.client import BodyParser
 from ipc.config import FrontendProcessConfig
+from ipc.recorder.events import PARSE
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,12 @@ class App:
             raise ApiError(405, f"{path} takes POST, not {scope['method']}", allow="POST")
         limits = self._backend.limits()
         async with self._reader.read(scope, receive) as body:
-            job = await self._parser.job(path, body, limits)
+            began = time.monotonic_ns()
+            try:
+                job = await self._parser.job(path, body, limits)
+            finally:
+                recorder = self._backend.recorder
+                recorder.span(PARSE, began, time.monotonic_ns(), self._backend.next_id, len(body))
             del body
             return await self._generator.answer(job, scope, receive, send)
 

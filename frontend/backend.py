@@ -44,14 +44,21 @@ from ipc.messages import (
     MetricsText,
     ModelReady,
     ProcessLost,
+    Profile,
+    Profiled,
     Prompt,
     Rejected,
     Shutdown,
     Submit,
     Usage,
 )
+from ipc.recorder.events import WRITE
+from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
+
+
+Answer = Encoded | Decoded | Profiled  # to a call, by its id
 
 
 class Phase(Enum):
@@ -64,7 +71,14 @@ class Phase(Enum):
 class Backend:
     """Table of requests in flight, by request id. One thread, one event loop."""
 
-    def __init__(self, config: FrontendProcessConfig, outboxes: Mapping[str, Outbox], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: FrontendProcessConfig,
+        outboxes: Mapping[str, Outbox],
+        metrics: Metrics,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.recorder = recorder or Recorder()
         self.phase = Phase.LOADING
         self.model: ModelReady | None = None
         self.accepting = asyncio.Event()  # ModelReady has arrived
@@ -76,13 +90,18 @@ class Backend:
         self._outboxes = outboxes
         self._metrics = metrics
         self._handles: dict[int, Handle] = {}
-        self._calls: dict[int, asyncio.Future[Encoded | Decoded]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         others = (i for i in range(len(config.endpoints.frontends)) if i != config.index)
         self.siblings = Siblings(config.index, {i: outboxes[frontend_key(i)] for i in others}, metrics)
         self._tokenizers = itertools.cycle(tokenizer_key(i) for i in range(len(config.endpoints.tokenizers)))
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
         self._unflushed: list[Direct] = []
+
+    @property
+    def next_id(self) -> int:
+        """The id of the next request's first choice."""
+        return self._next_id
 
     # --- asked by routes --------------------------------------------------------------------------------------------
 
@@ -147,6 +166,11 @@ class Backend:
         assert isinstance(answer, Decoded)
         return answer
 
+    async def profile(self, on: bool) -> None:
+        """Start or stop the capture of the engine's profiler. Raises `ApiError`."""
+        call_id = self._take_ids(1)
+        await self._call(call_id, Profile(call_id=call_id, frontend=self._config.index, on=on), to="engine")
+
     # --- told by the other processes --------------------------------------------------------------------------------
 
     def deliver(self, batch: Iterable[FrontendMessage]) -> None:
@@ -154,9 +178,16 @@ class Backend:
         try:
             self._dispatch(batch)
         finally:
-            for direct in self._unflushed:
-                direct.flush()
-            self._unflushed.clear()
+            if self._unflushed:
+                self._flush()
+
+    def _flush(self) -> None:
+        began = self.recorder.begin(WRITE)
+        for direct in self._unflushed:
+            direct.flush()
+        # One span for all streams, and of none: a request's own are those of its first and last event.
+        self.recorder.end(WRITE, began, -1, 0, len(self._unflushed))
+        self._unflushed.clear()
 
     def _dispatch(self, batch: Iterable[FrontendMessage]) -> None:
         for message in batch:
@@ -166,7 +197,7 @@ class Backend:
                 case Rejected():
                     for request_id in message.request_ids:
                         self._end(request_id, "rejected", message.error)
-                case Encoded() | Decoded():
+                case Encoded() | Decoded() | Profiled():
                     future = self._calls.pop(message.call_id, None)
                     if future is not None and not future.done():
                         future.set_result(message)
@@ -268,13 +299,13 @@ class Backend:
             self.idle.set()
         return handle
 
-    async def _call(self, call_id: int, message: Message) -> Encoded | Decoded:
+    async def _call(self, call_id: int, message: Message, to: str | None = None) -> Answer:
         self.limits()
         self._check_room(1)
-        future: asyncio.Future[Encoded | Decoded] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(next(self._tokenizers), message)
+            self._send(to or next(self._tokenizers), message)
             answer = await future
         finally:
             self._calls.pop(call_id, None)

@@ -48,6 +48,8 @@ class ColdRoutes:
             Route("/v1/models/{model:path}", self.one_model, methods=["GET"]),
             Route(TOKENIZE, self.tokenize, methods=["POST"]),
             Route(DETOKENIZE, self.detokenize, methods=["POST"]),
+            Route("/profile/start", self.profile_start, methods=["POST"]),
+            Route("/profile/stop", self.profile_stop, methods=["POST"]),
         ]
 
     async def page(self, _: Request) -> Response:
@@ -98,6 +100,14 @@ class ColdRoutes:
             wanted = await self._parser.detokenize(body, limits)
         decoded = await self._backend.decode(wanted.ids, wanted.skip_special_tokens)
         return _json({"prompt": decoded.text})
+
+    async def profile_start(self, _: Request) -> Response:
+        await self._backend.profile(True)
+        return _json({"status": "started"})
+
+    async def profile_stop(self, _: Request) -> Response:
+        await self._backend.profile(False)
+        return _json({"status": "stopped"})
 
     def _card(self) -> dict[str, Any]:
         return {

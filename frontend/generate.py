@@ -12,6 +12,7 @@ from frontend.openai.answer import Choice, Identity, body, failure
 from frontend.openai.job import Job
 from frontend.stream import HEADERS, Chunks, DirectText, error_events
 from ipc.messages import Error
+from ipc.recorder.events import NAMED, WRITE, name_words
 
 _JSON = (b"content-type", b"application/json")
 
@@ -21,12 +22,14 @@ class Generator:
 
     def __init__(self, backend: Backend, model: str) -> None:
         self._backend = backend
+        self._recorder = backend.recorder
         self._model = model
 
     async def answer(self, job: Job, scope: Scope, receive: Receive, send: Send) -> int | None:
         """The HTTP status sent, None if the client went away first. Raises `ApiError` before anything is sent."""
         identity = Identity.new(job, self._model)
         handle = self._backend.submit(job)
+        self._recorder.mark(NAMED, handle.first_id, *name_words(identity.id), job.num_choices)
         connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
         if connection is not None:
             handle.on_overflow = connection.cut
@@ -56,7 +59,10 @@ class Generator:
                     raise from_error(error)
                 choices[event.choice].add(event)
                 unfinished -= event.detail is not None and event.detail.ended is not None
-        await respond(send, 200, [_JSON, _request_id(identity)], body(job, identity, choices))
+        began = self._recorder.begin(WRITE)
+        data = body(job, identity, choices)
+        await respond(send, 200, [_JSON, _request_id(identity)], data)
+        self._recorder.end(WRITE, began, handle.first_id, len(data), 1)
         return 200
 
     async def _stream(
@@ -68,6 +74,7 @@ class Generator:
             events = await handle.next()
             if not events:
                 return 200 if started else None
+            began = self._recorder.begin(WRITE)
             failed_at, error = first_failure(events)
             if not started:
                 # Headers wait for the first event, so that a refusal by the tokenizer or the engine is a real 4xx.
@@ -84,6 +91,7 @@ class Generator:
             more = error is None and not chunks.finished
             if data or not more:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._recorder.end(WRITE, began, handle.first_id, len(data), len(events))
             if not more:
                 return 200
 

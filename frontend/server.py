@@ -16,6 +16,7 @@ from frontend.http import BoundedHttpProtocol
 from ipc.aio import AsyncReceiver
 from ipc.errors import UserError
 from ipc.messages import Error, FrontendMessage, Shutdown
+from ipc.recorder.events import DELIVER
 
 
 class Server(uvicorn.Server):
@@ -100,7 +101,9 @@ async def serve(
 
 async def _read(inbox: AsyncReceiver[FrontendMessage], backend: Backend) -> None:
     async for batch in inbox:
+        began = backend.recorder.begin(DELIVER)
         backend.deliver(batch)
+        backend.recorder.end(DELIVER, began, 0, len(batch))
 
 
 async def _stop(server: Server, backend: Backend, grace_seconds: float) -> None:

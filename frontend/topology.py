@@ -33,6 +33,7 @@ from ipc.config import (
 from ipc.cores import default_frontends, default_text_processes, usable_cores
 from ipc.messages import Progress
 from ipc.processes import Facts, ProcessSpec
+from ipc.recorder.store import open_recordings
 from ipc.run_dir import RunDirectory
 from ipc.runtime import LOG_LEVEL_ENV
 from ipc.supervisor import ProcessFailed, Supervisor
@@ -154,6 +155,7 @@ def serve(
     """
     build = build_specs or (lambda run_dir: process_specs(launch, run_dir))
     with RunDirectory() as run_dir:
+        open_recordings(run_dir.path, launch.model)
         supervisor = _supervisor(build, run_dir, on_progress, on_output)
         with contextlib.closing(supervisor), _stop_on_signals(supervisor):
             supervisor.run(on_ready)
@@ -176,6 +178,7 @@ class Server:
     ) -> None:
         self.facts: Facts = {}
         self.failure: Exception | None = None
+        self._launch = launch
         self._build = build_specs or (lambda run_dir: process_specs(launch, run_dir))
         self._on_progress, self._on_output = on_progress, on_output
         self._settled = threading.Event()  # ready, or over
@@ -225,6 +228,7 @@ class Server:
     def _run(self) -> None:
         try:
             with RunDirectory() as run_dir:
+                open_recordings(run_dir.path, self._launch.model)
                 self._supervisor = _supervisor(self._build, run_dir, self._on_progress, self._on_output)
                 self._supervisor.run(self._on_ready)
         except Exception as error:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 from ipc.channel import Receiver
 from ipc.mailbox import Inbox, Outbox
 from ipc.messages import Message, Shutdown
+from ipc.recorder.events import WAIT
+from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +29,28 @@ class Actor(Protocol[T]):
     def handle(self, batch: list[T]) -> Iterable[Envelope]: ...
 
 
-def run(actor: Actor[Any], inbox: Inbox[Any], outboxes: Mapping[str, Outbox], *, limit: int = 1024) -> None:
+def run(
+    actor: Actor[Any],
+    inbox: Inbox[Any],
+    outboxes: Mapping[str, Outbox],
+    *,
+    limit: int = 1024,
+    recorder: Recorder | None = None,
+) -> None:
     """Drive `actor` until Shutdown arrives, or SIGTERM, which counts as one. Idle means blocked in a poll.
 
     What was in the inbox before the Shutdown is still handled. A message to an outbox that is not there (a forged
     frontend index) is logged and dropped.
     """
+    recorder = recorder or Recorder()
     with shutdown_on_sigterm(inbox):
         stopping = False
         while not stopping:
             batch = inbox.drain(limit)
             if not batch:
+                began = recorder.begin(WAIT)
                 inbox.wait()
+                recorder.end(WAIT, began)
                 continue
             stopping = any(isinstance(message, Shutdown) for message in batch)
             work = [message for message in batch if not isinstance(message, Shutdown)]

@@ -52,18 +52,12 @@ class EngineOptions(Config, frozen=True):
     """The settings of the engine that do not depend on which model it runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Model", "where to run")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "activations and KV")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "precision")] = "auto"
     # "auto" keeps a GGUF's own precision in int8 blocks; "none" is exact in `dtype`.
-    weights: Annotated[
-        Literal["auto", "none", "int8"], option("Model", "weights on the CPU (none: exact in dtype)")
-    ] = "auto"
-    attention: Annotated[
-        Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "attention kernels")
-    ] = "auto"
-    load_format: Annotated[Literal["auto", "dummy"], option("Model", "weights (dummy: random ones, to measure)")] = (
-        "auto"
-    )
-    overlap: Annotated[bool, option("Memory & scheduling", "launch the next step while the GPU runs this one")] = True
+    weights: Annotated[Literal["auto", "none", "int8"], option("Model", "held on the CPU as")] = "auto"
+    attention: Annotated[Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "kernels")] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], option("Model", "read weights, or make them up")] = "auto"
+    overlap: Annotated[bool, option("Memory & scheduling", "launch the next step while this one runs")] = True
     cuda_graphs: Annotated[bool, option("Memory & scheduling", "replay GPU steps as CUDA graphs")] = True
     max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer [the model's]")] = None
     max_num_seqs: Annotated[Positive, option("Memory & scheduling", "most requests in one step")] = 256
@@ -76,19 +70,18 @@ class EngineOptions(Config, frozen=True):
     ] = None
     kv_bytes: Annotated[
         Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i?B)?$")] | None,
-        option("Memory & scheduling", "KV cache size in bytes, such as 20GiB [from free memory]"),
+        option("Memory & scheduling", "KV cache size, such as 20GiB [from free memory]"),
     ] = None
     gpu_memory_utilization: Annotated[Fraction, option("Memory & scheduling", "share of the GPU's memory to use")] = 0.9
     cpu_memory_utilization: Annotated[
         Fraction, option("Memory & scheduling", "share of free memory for KV on the CPU")
     ] = 0.25
     enable_prefix_caching: Annotated[bool, option("Memory & scheduling", "reuse the KV of shared prefixes")] = True
-    policy: Annotated[
-        Literal["fcfs", "priority"], option("Memory & scheduling", "which waiting request runs first")
-    ] = "fcfs"
+    policy: Annotated[Literal["fcfs", "priority"], option("Memory & scheduling", "who runs first")] = "fcfs"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None, option("Memory & scheduling", "CPU threads [physical cores]")
     ] = None
+    profile_steps: Annotated[str | None, option("Memory & scheduling", "A:B: capture steps A to B [none]")] = None
     seed: Annotated[
         int, Meta(ge=0, le=2**63 - 1), option("Memory & scheduling", "seed of requests that bring none")
     ] = 0

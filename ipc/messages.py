@@ -137,6 +137,14 @@ class Abort(Message, frozen=True):
     stop_string: bool = False
 
 
+class Profile(Message, frozen=True):
+    """Start or stop the capture of a profiler (cudaProfilerStart, cudaProfilerStop); answered with `Profiled`."""
+
+    call_id: RequestId
+    frontend: FrontendIndex
+    on: bool
+
+
 # --- to the detokenizer ---------------------------------------------------------------------------------------------
 
 
@@ -271,6 +279,11 @@ class Decoded(Message, frozen=True):
     error: Error | None = None
 
 
+class Profiled(Message, frozen=True):
+    call_id: RequestId
+    error: Error | None = None
+
+
 class EngineStats(Message, frozen=True):
     """Sent by the engine a few times a second while busy and once a second while idle: the heartbeat."""
 
@@ -337,6 +350,7 @@ class Ready(Message, frozen=True):
     pid: Count
     facts: dict[str, Any]
     seconds: dict[str, float] = {}  # start-up phase -> seconds
+    sent: Nanoseconds = 0  # when, by the process's own clock
 
 
 class Serving(Message, frozen=True):
@@ -360,9 +374,19 @@ class Shutdown(Message, frozen=True):
 
 
 TokenizerMessage = Submit | Encode | Decode | Shutdown
-EngineMessage = Generate | Abort | Shutdown
+EngineMessage = Generate | Abort | Profile | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
 FrontendMessage = (
-    Deltas | Rejected | Encoded | Decoded | EngineStats | AskMetrics | MetricsText | ModelReady | ProcessLost | Shutdown
+    Deltas
+    | Rejected
+    | Encoded
+    | Decoded
+    | Profiled
+    | EngineStats
+    | AskMetrics
+    | MetricsText
+    | ModelReady
+    | ProcessLost
+    | Shutdown
 )
 SupervisorMessage = Progress | Ready | Serving | StartFailed

@@ -2,6 +2,7 @@
 
     <$XDG_RUNTIME_DIR or the temporary directory>/gapless-xxxxxxxx/   0700
         lock            held (flock) by the supervisor as long as the run lives
+        recordings      link to what the flight recorders write (see `ipc.recorder.store`)
         *.sock  *.json  0600
 
 A directory whose lock nobody holds belongs to a dead run, and the next start removes it.
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from ipc.recorder.store import retire
 
 PREFIX = "gapless-"
 _LOCK = "lock"
@@ -84,9 +87,11 @@ def read_config(path: Path, config_type: type[Any]) -> Any:
 
 
 def remove_run_directory(path: Path) -> None:
-    """Remove a run directory that several processes may be removing, and one may still be filling."""
+    """Remove a run directory that several processes may be removing, and one may still be filling. Its recordings
+    move to where past runs are kept."""
     if not path.name.startswith(PREFIX):
         raise ValueError(f"not a run directory: {path}")
+    retire(path)
     for _ in range(100):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
@@ -99,13 +104,14 @@ def sweep(base: Path) -> list[Path]:
     removed = []
     for path in base.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # gone meanwhile
-            if _is_dead(path):
+            if is_dead(path):
                 remove_run_directory(path)
                 removed.append(path)
     return removed
 
 
-def _is_dead(path: Path) -> bool:
+def is_dead(path: Path) -> bool:
+    """Whether this is a run directory of this user whose supervisor is gone. Raises OSError if there is none."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
         return False

@@ -24,6 +24,9 @@ from ipc.channel import Sender, flush
 from ipc.config import Endpoints
 from ipc.errors import UserError
 from ipc.messages import Progress, Ready, Serving, StartFailed
+from ipc.recorder.nvtx import with_nvtx
+from ipc.recorder.ring import FEW_RECORDS, RECORDS, Recorder, RingRecorder
+from ipc.recorder.store import LINK
 from ipc.run_dir import read_config, remove_run_directory
 
 PARENT_FD_ENV = "_GAPLESS_PARENT_FD"  # read end of a pipe that nobody writes to; its end is the supervisor's end
@@ -45,8 +48,9 @@ C = TypeVar("C", bound=ProcessConfig)
 class Child:
     """A starting process's line to the supervisor."""
 
-    def __init__(self, name: str, supervisor: Sender) -> None:
+    def __init__(self, name: str, supervisor: Sender, recorder: Recorder) -> None:
         self.name = name
+        self.recorder = recorder
         self._supervisor = supervisor
         self._seconds: dict[str, float] = {}
         self._last_progress = 0.0
@@ -70,7 +74,9 @@ class Child:
 
     def ready(self, facts: dict[str, Any]) -> None:
         """The inbox is bound and messages will be handled. `facts` are plain JSON values."""
-        self._supervisor.send(Ready(name=self.name, pid=os.getpid(), facts=facts, seconds=self._seconds))
+        self._supervisor.send(
+            Ready(name=self.name, pid=os.getpid(), facts=facts, seconds=self._seconds, sent=time.monotonic_ns())
+        )
 
     def serving(self) -> None:
         """Those who serve clients: `ModelReady` has arrived and requests are accepted."""
@@ -126,7 +132,7 @@ def _run(
     except (OSError, msgspec.MsgspecError) as error:
         logger.error("cannot read the settings in %s: %s", path, error)
         return 1
-    child = Child(name, Sender(config.endpoints.supervisor))
+    child = Child(name, Sender(config.endpoints.supervisor), _recorder(name, path.parent / LINK))
     try:
         body(config, child)
     except user_errors as error:
@@ -138,6 +144,20 @@ def _run(
         logger.exception("%s failed", name)
         return 1
     return 0
+
+
+def _recorder(name: str, folder: Path) -> Recorder:
+    """The process's flight recorder; one that keeps nothing where there is no room for its ring."""
+    recorder = Recorder()
+    if folder.is_dir():  # not for a process that was started by hand
+        for num_records in (RECORDS, FEW_RECORDS):
+            try:
+                recorder = RingRecorder(folder.resolve(), name, num_records)
+                break
+            except OSError as error:
+                logger.warning("no room for a recording of %d records: %s", num_records, error)
+    recorder.watch_gc()
+    return with_nvtx(recorder)
 
 
 def watch_parent(run_dir: Path) -> None:

@@ -29,6 +29,7 @@ from ipc.messages import (
     SupervisorMessage,
 )
 from ipc.processes import ChildProcess, Facts, ProcessSpec
+from ipc.recorder.store import Clock, note_clocks
 from ipc.run_dir import RunDirectory
 
 _HURRY_S = 0.5  # what is left of every grace after a second stop request
@@ -63,6 +64,8 @@ class Supervisor:
         self._on_progress, self._on_output = on_progress, on_output
         self._children: dict[str, ChildProcess] = {}
         self._ready: dict[str, Ready] = {}
+        self._clocks: dict[str, Clock] = {}
+        self._spawned: dict[str, int] = {}  # CLOCK_MONOTONIC ns
         self._serving: set[str] = set()
         self._dismissed: set[str] = set()  # told to stop
         self._stop_requests = 0
@@ -113,6 +116,8 @@ class Supervisor:
                 if spec.name not in self._children and all(name in self._ready for name in spec.after):
                     self._spawn(spec)
             self._tick(None)
+        for name in note_clocks(self._run_dir.path, self._clocks):
+            self._on_output(name, "its clock is not the supervisor's: `gapless trace` cannot order what it records")
         if not self._stop_requests:
             self._tell_clients(self._model_ready())
         clients = {spec.name for spec in self._specs if spec.serves_clients}
@@ -122,6 +127,7 @@ class Supervisor:
     def _spawn(self, spec: ProcessSpec) -> None:
         awaited = {name: self._ready[name] for name in spec.after}
         settings = self._run_dir.write_config(spec.name, spec.config(awaited))
+        self._spawned[spec.name] = time.monotonic_ns()
         child = ChildProcess(spec, settings, self._alive_read, self._on_output)
         self._children[spec.name] = child
         for fd in child.fds:
@@ -146,6 +152,8 @@ class Supervisor:
                 case Ready():
                     if message.name in self._children:
                         self._ready[message.name] = message
+                        times = self._spawned[message.name], message.sent, time.monotonic_ns()
+                        self._clocks[message.name] = Clock(message.pid, *times)
                 case Serving():
                     self._serving.add(message.name)
                 case StartFailed():

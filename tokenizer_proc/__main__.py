@@ -30,9 +30,9 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
     with Receiver[Any](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
-        lanes = TwoLanes(TokenizerActor(model), TokenizerActor(other), inbox.post)
+        lanes = TwoLanes(TokenizerActor(model, child.recorder), TokenizerActor(other, child.recorder), inbox.post)
         child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
-        run(lanes, inbox, outboxes)
+        run(lanes, inbox, outboxes, recorder=child.recorder)
 
 
 def facts(model: TextModel) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import assert_never
 from ipc.actor import Envelope
 from ipc.channel import frontend_key
 from ipc.messages import Decode, Decoded, Encode, Encoded, Error, Generate, Rejected, Shutdown, Submit, TokenizerMessage
+from ipc.recorder.events import ENCODE
+from ipc.recorder.ring import Recorder
 from ipc.sampling import BoundError
 from tokenizer_proc.encode import check_ids, encode_prompt, from_bytes, text_spec, to_bytes
 from tokenizer_proc.errors import PromptError
@@ -24,8 +26,9 @@ MAX_PROMPT_LOGPROBS = 1 << 19
 
 
 class TokenizerActor:
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: TextModel, recorder: Recorder | None = None) -> None:
         self._model = model
+        self._recorder = recorder or Recorder()
 
     def handle(self, batch: list[TokenizerMessage]) -> list[Envelope]:
         return [envelope for message in batch for envelope in self._handle(message)]
@@ -44,11 +47,16 @@ class TokenizerActor:
                 assert_never(message)
 
     def _submit(self, submit: Submit) -> list[Envelope]:
+        began, num_tokens = self._recorder.begin(ENCODE), 0
         try:
-            return [("engine", generate) for generate in self._generates(submit)]
+            generates = self._generates(submit)
+            num_tokens = len(generates[0].prompt_ids) // 4
+            return [("engine", generate) for generate in generates]
         except Exception as error:
             answer = Rejected(request_ids=submit.request_ids, error=_explained(error))
             return [(frontend_key(submit.frontend), answer)]
+        finally:
+            self._recorder.end(ENCODE, began, submit.request_ids[0], num_tokens, len(submit.request_ids))
 
     def _generates(self, submit: Submit) -> list[Generate]:
         model, sampling = self._model, submit.sampling

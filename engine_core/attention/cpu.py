@@ -9,6 +9,7 @@ from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
 from engine_core.kernels.cpu_cache import kernel
+from engine_core.kernels.cpu_elementwise import fixed_point
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS
 from engine_core.kernels.cpu_team import cpu_team
 
@@ -23,7 +24,7 @@ class CpuAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.cache = torch.empty(0)
-        self._pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
+        self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
         self._tasks = np.empty((0, 3), np.int64)
         self._task_args = (0, 0)
         self._small = False
@@ -43,7 +44,7 @@ class CpuAttention:
         s = self.spec
         shape = (s.num_layers, 2, num_blocks, s.num_kv_heads * s.block_size * s.head_dim)
         self.cache = zeros(shape, s.dtype, s.device)
-        self._pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self.cache]
+        self.pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self.cache]
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the query tokens into tasks, those with the longest contexts first."""
@@ -57,32 +58,30 @@ class CpuAttention:
         contexts = batch.positions.numpy()[self._tasks[:, 1]]
         work = int((self._tasks[:, 2] * (contexts + 1)).sum())
         self._tasks = np.ascontiguousarray(self._tasks[np.argsort(-contexts, kind="stable")])
-        self._task_args = (self._tasks.ctypes.data, len(self._tasks))
+        self._task_args = (len(self._tasks), self._tasks.ctypes.data)
         self._small = work * self.spec.num_heads * self.spec.head_dim <= SMALL
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         s = self.spec
-        kv, tables = self._pools[layer], batch.block_tables
         tokens = q.shape[0]
         out = torch.empty(tokens, s.num_heads * s.head_dim)
-        written = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), batch.slot_mapping.data_ptr(), *kv)
         team = cpu_team()
-        team.run(
-            kernel("attention:write"),
-            (*written, tokens, s.num_kv_heads, s.head_dim, s.block_size),
-            tokens >= QUERY_ROWS,
-        )
-        where = (*self._task_args, q.data_ptr(), q.stride(0), out.data_ptr())
-        reads = (batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0), *kv)
-        shape = (
-            s.num_heads,
-            s.num_kv_heads,
-            s.head_dim,
-            s.block_size,
-            int(s.scale * 2.0**60),
-            s.window(layer) or NO_WINDOW,
-        )
-        team.run(kernel("attention:attend"), (*where, *reads, *shape), not self._small)
+        new = (tokens, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), batch.slot_mapping.data_ptr())
+        shape = (s.num_kv_heads, s.head_dim, s.block_size)
+        team.run(kernel("attention:write"), (*new, *self.pools[layer], *shape), tokens >= QUERY_ROWS)
+        args = (*self.step_args(batch), *self.layer_args(layer, q.data_ptr(), q.stride(0), out.data_ptr()))
+        team.run(kernel("attention:attend"), args, not self._small)
         return out
+
+    def step_args(self, batch: ForwardBatch) -> tuple[int, ...]:
+        """What `attend` is told of the step that was prepared, the same in all layers: its first arguments."""
+        tables = batch.block_tables
+        return (*self._task_args, batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0))
+
+    def layer_args(self, layer: int, q: int, q_stride: int, out: int) -> tuple[int, ...]:
+        """The other arguments of `attend`, the same in all steps as long as the addresses `q` and `out` are."""
+        s = self.spec
+        shape = (s.num_heads, s.num_kv_heads, s.head_dim, s.block_size)
+        return (q, q_stride, out, *self.pools[layer], *shape, fixed_point(s.scale), s.window(layer) or NO_WINDOW)

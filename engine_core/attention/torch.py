@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.batch import ForwardBatch
+from engine_core.kernels import cpu_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +150,8 @@ class TorchAttention:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed KV pool.
-
-    On the CPU the memory comes from calloc, which takes a page only when it is first written; torch.zeros would
-    touch gigabytes at start-up.
-    """
+    """A zeroed KV pool. On the CPU its pages are taken when they are first written: torch.zeros would touch
+    gigabytes at start-up."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return cpu_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

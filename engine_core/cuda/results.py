@@ -3,7 +3,7 @@ step. Waiting for a step is waiting for its copy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +31,12 @@ class CudaStep:
     result: StepTokens  # what the host knows already: prompt log-probabilities
     logprobs: dict[int, int]  # index of a row that wants log-probabilities -> how many alternatives
     records: torch.Tensor | None  # pinned, if there are such rows
+    seen: Callable[[bool], None] = lambda _: None  # called once its tokens are here: whether they were waited for
 
     def wait(self) -> StepTokens:
+        waited = not self.done.query()
         self.done.synchronize()
+        self.seen(waited)
         result = self.result
         ids: list[int] = self.tokens.tolist()
         for index, token in enumerate(ids):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,8 +20,9 @@ from engine_core.cuda.forward import FusedModel
 from engine_core.cuda.graphs import MAX_PROMPT_ROWS, TOKEN_LADDER, DecodeGraphs, DecodeInputs, GraphCache, MixedGraphs
 from engine_core.cuda.mixed import MixedHost, MixedInputs, MixedLayout, mixed_inputs
 from engine_core.cuda.prompts import FlashPrompts, try_flash
-from engine_core.cuda.results import CudaStep
+from engine_core.cuda.results import TURNS, CudaStep
 from engine_core.cuda.sampling import DeviceSampler, Needs
+from engine_core.cuda.spans import DeviceSpans
 from engine_core.cuda.state import SlotState, Staging
 from engine_core.kernels import triton_attention, triton_pointwise, triton_step
 from engine_core.kernels.triton_compile import compile_only
@@ -33,6 +35,7 @@ from engine_core.request import Request
 from engine_core.sampler import Sampler
 from engine_core.warmup import EVERYTHING
 from ipc.config import EngineConfig
+from ipc.recorder.ring import Recorder
 
 # A kernel for each of these numbers of rows: see the `suits` of the products. Contexts: with one split, and with many.
 COMPILED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -53,6 +56,7 @@ class CudaRunner:
         config: EngineConfig,
         max_model_len: int,
         flash: FlashAttention | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         device, seqs = spec.device, config.max_num_seqs
         self.model, self.spec = FusedModel(model), spec
@@ -72,6 +76,7 @@ class CudaRunner:
         self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout)
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
+        self._spans = DeviceSpans(recorder or Recorder(), TURNS, lambda: torch.cuda.Event(enable_timing=True))
         self._captures: Iterator[None] = itertools.chain(
             self.mixed_graphs.prepare(), self.decode_graphs.prepare(min(max_model_len, PREPARED_CONTEXT))
         )
@@ -119,11 +124,15 @@ class CudaRunner:
         turn = self.sampling.results.next_turn()
         sampling = [row for row in plan.rows if row.samples]
         result = StepTokens([])
+        self._spans.begin(turn)
         if plan.num_decodes == len(plan.rows):  # not for a chunk of one token: its id is not the last sampled one
             needs = self._launch_decode(plan.rows, turn)
         else:
             needs = self._launch_mixed(plan, sampling, turn, result)
-        return self.sampling.results.fetch(turn, sampling, result, with_logprobs=needs is Needs.FULL)
+        self._spans.end(turn)
+        step = self.sampling.results.fetch(turn, sampling, result, with_logprobs=needs is Needs.FULL)
+        step.seen = partial(self._spans.read, turn, step=plan.step, num_tokens=plan.num_tokens, num_rows=len(plan.rows))
+        return step
 
     @torch.inference_mode()
     def idle(self) -> bool:

@@ -5,7 +5,9 @@ Tensors are float32 with contiguous last dimensions.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_team import cpu_team
@@ -18,6 +20,11 @@ def supports(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[-1] % 16 == 0 and x.stride(-1) == 1
 
 
+def fixed_point(value: float) -> int:
+    """A small float as an argument of a kernel: times 2^60."""
+    return int(value * 2.0**60)
+
+
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,8 +33,8 @@ def add_rms_norm(
     out = torch.empty(rows, columns)
     total = x if residual is None else torch.empty(rows, columns)
     before = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
-    arrays = (weight.data_ptr(), out.data_ptr(), total.data_ptr())
-    args = (x.data_ptr(), x.stride(0), *before, *arrays, rows, columns, int(eps * 2.0**60))
+    given = (rows, x.data_ptr(), x.stride(0), 0, *before)
+    args = (*given, total.data_ptr(), weight.data_ptr(), columns, fixed_point(eps), out.data_ptr(), 0, 0, 0)
     cpu_team().run(kernel("elementwise:add_rms_norm"), args, x.numel() > SMALL)
     return out, total
 
@@ -35,7 +42,9 @@ def add_rms_norm(
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim] turned by cos and sin [tokens, 1, head_dim / 2] (contiguous); heads side by side."""
     out = torch.empty(x.shape)
-    args = (x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), *x.shape)
+    tokens, heads, head_dim = x.shape
+    angles = (cos.data_ptr(), sin.data_ptr())
+    args = (tokens, x.data_ptr(), x.stride(0), *angles, out.data_ptr(), heads, head_dim)
     cpu_team().run(kernel("elementwise:rotate"), args, x.numel() > SMALL)
     return out
 
@@ -44,6 +53,17 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of x [rows, 2 * columns] -> [rows, columns]."""
     rows, columns = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, columns)
-    args = (x.data_ptr(), x.stride(0), out.data_ptr(), rows, columns)
+    args = (rows, x.data_ptr(), x.stride(0), 0, columns, out.data_ptr(), 0, 0)
     cpu_team().run(kernel("elementwise:silu_and_mul"), args, x.numel() > SMALL)
     return out
+
+
+def argmax(rows: NDArray[np.float32]) -> list[int]:
+    """The index of the first of the largest values of each row; a NaN is larger than all, as numpy has it.
+
+    Rows of float32 [rows, columns] are contiguous and not empty.
+    """
+    out = np.empty(len(rows), np.int64)
+    args = (len(rows), rows.ctypes.data, rows.strides[0] // 4, rows.shape[1], out.ctypes.data)
+    cpu_team().run(kernel("elementwise:argmax"), args, len(rows) > 1)
+    return out.tolist()

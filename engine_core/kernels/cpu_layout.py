@@ -40,6 +40,7 @@ class WeightFormat:
 
 # The shared state of a team: int64 cells, those that are written often in cache lines of their own.
 GENERATION, OPEN, INSIDE, SLEEPERS = 0, 8, 16, 24
-KERNEL, ARGS, SYSCALL, FUTEX, STOP = 32, 33, 34, 35, 36
+KERNEL, ARGS, SYSCALL, FUTEX, STOP, LAUNCHES, COUNT = 32, 33, 34, 35, 36, 37, 38
 CELLS = 40
+LAUNCH_BYTES = 24  # of a launch: int64 kernel, its arguments, and whether all threads share it
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # private to this process

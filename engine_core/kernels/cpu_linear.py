@@ -23,24 +23,25 @@ class PackedLinear:
         self.weight, self.bias, self._team = weight, bias, cpu_team()
         self.out_features, self.in_features = weight.shape
         form = weight.form
-        if form.bits == 32:
-            self._kernel = kernel("linear:floats")
-        else:
+        self.rounds = form.bits != 32  # its inputs to int8
+        self._weights: tuple[int, ...] = (weight.data.data_ptr(),)
+        if self.rounds:
             self._kernel = kernel("linear:integers", form.bits, form.minimum, dot_width() if width is None else width)
-            self._quantize = kernel("linear:quantize")
+            self._weights = (*self._weights, weight.scales.data_ptr())
+        else:
+            self._kernel = kernel("linear:floats")
         self._blocks, self._chunks = weight.data.shape[1], weight.data.shape[0]
-        self._width = self._chunks * CHUNK
-        self._weights = (weight.data.data_ptr(), weight.scales.data_ptr())
+        self.width = self._chunks * CHUNK  # of its results in memory, of which the first `out_features` count
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         dtype = x.dtype
         if x.stride(1) != 1 or dtype != torch.float32:
             x = x.float().contiguous()
         rows = x.shape[0]
-        out = torch.empty(rows, self._width)
+        out = torch.empty(rows, self.width)
         if rows:
             self._multiply(x, rows, out)
-        if self._width != self.out_features:
+        if self.width != self.out_features:
             out = out[:, : self.out_features]
         if self.bias is not None:
             out.add_(self.bias)
@@ -48,11 +49,17 @@ class PackedLinear:
 
     def _multiply(self, x: torch.Tensor, rows: int, out: torch.Tensor) -> None:
         form, blocks = self.weight.form, self._blocks
-        where = (blocks, self._chunks, out.data_ptr(), self._width)
-        if form.bits == 32:
-            self._team.run(self._kernel, (x.data_ptr(), x.stride(0), rows, self._weights[0], *where))
+        if not self.rounds:
+            self._team.run(*self.product(rows, x.data_ptr(), x.stride(0), out.data_ptr()))
             return
         rounded = torch.empty(rows, blocks * X_BLOCK_BYTES, dtype=torch.uint8)
-        source, target = (x.data_ptr(), x.stride(0)), rounded.data_ptr()
-        self._team.run(self._quantize, (*source, rows, blocks, target, form.offset), rows * blocks * BLOCK > SMALL)
-        self._team.run(self._kernel, (target, rounded.stride(0), rows, *self._weights, *where))
+        args = (rows, x.data_ptr(), x.stride(0), blocks, rounded.data_ptr(), form.offset)
+        self._team.run(kernel("linear:quantize"), args, rows * blocks * BLOCK > SMALL)
+        self._team.run(*self.product(rows, rounded.data_ptr(), rounded.stride(0), out.data_ptr()))
+
+    def product(self, rows: int, x: int, x_stride: int, out: int) -> tuple[int, tuple[int, ...]]:
+        """The kernel and its arguments for `x`, floats or rounded to int8, and `out` [rows, width], both addresses.
+
+        The bias is left to the caller.
+        """
+        return self._kernel, (rows, x, x_stride, *self._weights, self._blocks, self._chunks, out, self.width)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_layout import BLOCK, CHUNK, WeightFormat
+from engine_core.kernels.cpu_memory import zeros
 from engine_core.kernels.cpu_team import cpu_team
 from engine_core.loader.weights import QuantizedWeight, Weight
 
@@ -69,10 +70,9 @@ def pack_floats(weight: torch.Tensor) -> PackedWeight:
 
 
 def _allocate(form: WeightFormat, rows: int, columns: int) -> PackedWeight:
-    """Zeros, in memory that costs nothing before it is written."""
     chunks, blocks, kinds = -(-rows // CHUNK), columns // BLOCK, form.block_scales // CHUNK
-    data = torch.from_numpy(np.zeros((chunks, blocks, form.block_bytes), np.uint8))
-    scales = torch.from_numpy(np.zeros((chunks, blocks, kinds, CHUNK), np.float16))
+    data = zeros(chunks * blocks * form.block_bytes).view(chunks, blocks, form.block_bytes)
+    scales = zeros(chunks * blocks * kinds * CHUNK * 2).view(torch.float16).view(chunks, blocks, kinds, CHUNK)
     return PackedWeight(form, (rows, columns), data, scales)
 
 

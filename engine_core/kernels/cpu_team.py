@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_core.kernels.cpu_cache import kernel
-from engine_core.kernels.cpu_layout import ARGS, CELLS, FUTEX, KERNEL, STOP, SYSCALL
+from engine_core.kernels.cpu_layout import CELLS, COUNT, FUTEX, LAUNCHES, STOP, SYSCALL
 
 FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 
@@ -77,12 +79,33 @@ class Team:
             self._run_in_pool(kernel, address, threads)
         else:
             with self._lock:
-                while len(self._workers) < threads - 1:
-                    worker = threading.Thread(target=self._work, args=(self._address,), name="kernel", daemon=True)
-                    worker.start()
-                    self._workers.append(worker)
-                self._cells[KERNEL], self._cells[ARGS] = kernel, address
-                self._lead(self._address)
+                launch = array("q", (kernel, address, 1))
+                self._launch(launch.buffer_info()[0], 1, threads)
+
+    def replay(self, launches: NDArray[np.int64]) -> None:
+        """Do all `launches` [count, 3] by one call: kernel, address of its arguments, and whether threads share it.
+
+        Each has arguments of its own, of which the first is set to 0.
+        """
+        if self._futex is not None:
+            with self._lock:
+                self._launch(launches.ctypes.data, len(launches), torch.get_num_threads())
+            return
+        for function, address, parallel in launches.tolist():
+            ctypes.c_int64.from_address(address).value = 0
+            if parallel:
+                self._run_in_pool(function, address, torch.get_num_threads())
+            else:
+                _CALL(function)(address)
+
+    def _launch(self, address: int, count: int, threads: int) -> None:
+        """Do `count` launches, which lie at `address`, with `threads` threads or more."""
+        while len(self._workers) < threads - 1:
+            worker = threading.Thread(target=self._work, args=(self._address,), name="kernel", daemon=True)
+            worker.start()
+            self._workers.append(worker)
+        self._cells[LAUNCHES], self._cells[COUNT] = address, count
+        self._lead(self._address)
 
     def _run_in_pool(self, kernel: int, address: int, threads: int) -> None:
         """Where there is no futex."""
@@ -99,9 +122,10 @@ class Team:
             self._pool.shutdown()
         with self._lock:
             if self._workers:
-                self._cells[KERNEL], self._cells[ARGS] = kernel("team:nothing"), self._address
                 self._cells[STOP] = 1
-                self._lead(self._address)
+                args = array("q", (0,))
+                launch = array("q", (kernel("team:nothing"), args.buffer_info()[0], 1))
+                self._launch(launch.buffer_info()[0], 1, 1)
             for worker in self._workers:
                 worker.join()  # they read the cells to the last
             self._workers.clear()

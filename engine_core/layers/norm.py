@@ -14,8 +14,9 @@ class RMSNorm:
         self.weight, self.eps = weight, eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() == 2 and cpu_elementwise.supports(x):
-            return cpu_elementwise.add_rms_norm(x, None, self.weight, self.eps)[0]
+        if cpu_elementwise.supports(x):
+            rows = x.reshape(-1, x.shape[-1])
+            return cpu_elementwise.add_rms_norm(rows, None, self.weight, self.eps)[0].view(x.shape)
         values = x.float()
         scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (values * scale).to(x.dtype)

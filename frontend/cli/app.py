@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": ("Measure", "frontend.cli.bench", "Load a server and see what clients feel; or time the engine alone."),
     "pull": ("Models", "frontend.cli.catalog:PULL", "Download a model now."),
     "list": ("Models", "frontend.cli.catalog:LIST", "List the models that start with no network."),
+    "trace": ("Look inside", "frontend.cli.trace", "Show where time went, and who left the GPU waiting."),
     "version": ("Models", "frontend.cli.catalog:VERSION", "Print the version."),
 }
 

@@ -42,7 +42,9 @@ def shown_default(opt: Option) -> str:
 def help_row(opt: Option) -> tuple[str, str]:
     """Left and right column of a setting in help pages."""
     on, *off = opt.flags
-    name = f"--enable/disable-{on.removeprefix('--enable-')}" if on.startswith("--enable-") else " / ".join([on, *off])
+    name = on
+    if off:
+        name = on.replace("--enable-", "--enable/disable-") if "enable" in on else f"--[no-]{on.removeprefix('--')}"
     choices = opt.expected.removeprefix("one of ") if opt.expected.startswith("one of ") else ""
     default = shown_default(opt)
     text = opt.help + (f": {choices}" if choices else "") + (f" [{default}]" if default else "")

@@ -278,7 +278,7 @@ def test_steps_together_mean_what_they_mean_one_by_one(smollm2: Tokenizer, rng: 
     joined = []
     while outputs:
         size = rng.randrange(1, 10)
-        joined.append(together.handle(*outputs[:size]))
+        joined.append(together.handle_all(outputs[:size]))
         outputs = outputs[size:]
     assert collected(joined) == expected
     assert len(alone) == len(together) == len(live) - sum(1 for i in live if i in expected[2])

@@ -200,6 +200,22 @@ def test_silu_and_mul(rows: int, columns: int, threads: int) -> None:
     assert cpu_elementwise.silu_and_mul(x)[0, 0].isnan()
 
 
+@pytest.mark.parametrize("columns", [1, 7, 8, 511, 512, 513, 5000])
+def test_argmax_is_numpys(columns: int, threads: int) -> None:
+    rows = np.random.standard_normal((9, columns)).astype(np.float32)
+    rows[1] = 3.0
+    rows[2] = -np.inf
+    rows[3, np.random.randint(columns)] = np.inf
+    rows[4, np.random.randint(columns, size=3)] = np.nan
+    rows[5, np.random.randint(columns, size=3)] = np.nan
+    rows[5, np.random.randint(columns, size=3)] = np.inf
+    rows[6, np.random.randint(columns, size=3)] = 50.0
+    rows[7] = np.where(np.random.standard_normal(columns) > 0, 0.0, -0.0)
+    assert cpu_elementwise.argmax(rows) == rows.argmax(1).tolist()
+    assert cpu_elementwise.argmax(rows[:1]) == [int(rows[0].argmax())]
+    assert cpu_elementwise.argmax(rows[:0]) == []
+
+
 @pytest.mark.parametrize("dim", [16, 64, 80])
 def test_rotate(dim: int, threads: int) -> None:
     x = torch.randn(50, 9, dim)[:, 2:7]
@@ -358,6 +374,24 @@ def test_every_task_is_done_once_when_a_team_returns(callers: int) -> None:
     team.close()
     torch.set_num_threads(before)
     assert not wrong
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_replay_does_every_task_of_every_launch_once(native: bool) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    team, kernel = cpu_team.Team(native), cpu_cache.kernel(COUNT_TASKS)
+    counts = np.zeros((40, 16), np.int64)
+    args = np.full((40, 3), 99, np.int64)  # a counter that was left behind
+    args[:, 1], args[:, 2] = np.arange(40) % 17, counts.ctypes.data + 128 * np.arange(40)
+    launches = np.zeros((40, 3), np.int64)
+    launches[:, 0], launches[:, 1] = kernel, args.ctypes.data + 24 * np.arange(40)
+    launches[:, 2] = np.arange(40) % 3 > 0
+    for run in range(1, 4):
+        team.replay(launches)
+        assert counts.tolist() == [[run] * (i % 17) + [0] * (16 - i % 17) for i in range(40)]
+    team.close()
+    torch.set_num_threads(before)
 
 
 def test_a_closed_team_has_no_threads_left() -> None:

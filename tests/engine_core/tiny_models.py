@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ def step_logits(runner: ModelRunner, pieces: Sequence[tuple[Request, int, int]])
     """One forward pass over positions [start, stop) of each request. Logits of all of them, per piece."""
     rows = tuple(ScheduledRow(request, start, stop - start, True) for request, start, stop in pieces)
     batch = make_batch(StepPlan(rows), runner.spec.block_size, runner.spec.device)
-    hidden = runner.model.forward(batch, runner.attention)
-    return list(runner.model.logits(hidden).split([row.count for row in rows]))
+    batch = replace(batch, logits_rows=torch.arange(batch.num_tokens))
+    return list(runner.forward(batch)[1].clone().split([row.count for row in rows]))
 
 
 def random_pieces(requests: Sequence[Request], rng: random.Random) -> Iterator[list[tuple[Request, int, int]]]:

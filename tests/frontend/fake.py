@@ -41,6 +41,8 @@ from ipc.messages import (
     FrontendMessage,
     ModelReady,
     Opened,
+    Profile,
+    Profiled,
     Prompt,
     Rejected,
     Shutdown,
@@ -80,6 +82,8 @@ class Fake:
         self.submits: deque[Submit] = deque()
         self.aborts: deque[int] = deque()
         self.beating = True  # the engine's heartbeat
+        self.has_profiler = True
+        self.profiled: list[bool] = []
         self._aborted: set[int] = set()
         self._frontend = Sender(endpoints.frontends[0])
         self._sending = threading.Lock()
@@ -135,6 +139,10 @@ class Fake:
         if isinstance(message, Abort):
             self._aborted.update(message.request_ids)
             self.aborts.extend(message.request_ids)
+        elif isinstance(message, Profile):
+            self.profiled.append(message.on)
+            error = None if self.has_profiler else Error(400, "there is no CUDA device here", code="not_supported")
+            self.send(Profiled(call_id=message.call_id, error=error))
 
     def _on_tokenizer(self, message: TokenizerMessage) -> None:
         match message:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -67,6 +68,7 @@ class Launch:
         env = os.environ | {
             "XDG_RUNTIME_DIR": str(base),
             "PYTHONPATH": os.pathsep.join([str(CHILDREN), str(ROOT)]),
+            "XDG_STATE_HOME": str(cwd / "state"),
             "OMP_NUM_THREADS": "1",
         }
         self._shared_memory = shared_memory()
@@ -170,6 +172,21 @@ def launch_config(default_model: Path, **changes: Any) -> LaunchConfig:
             **changes,
         }
     )
+
+
+@pytest.fixture
+def real(launch: Callable[[dict[str, Any]], Any], smollm2_path: Path) -> Callable[..., Any]:
+    # No kernels to compile and little to warm up: each test starts everything anew.
+    small = EngineOptions(
+        weights="none", attention="torch", max_model_len=4096, kv_tokens=4096, max_num_batched_tokens=64, threads=1
+    )
+
+    def start(**changes: Any) -> Any:
+        config = launch_config(smollm2_path, engine=small, grace_seconds=1.0, **changes)
+        # Long enough for any machine: whoever is killed all the same does not stop by itself.
+        return launch({"real": msgspec.to_builtins(config), "grace_s": DEADLINE_S / 4})
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,10 @@ def test_titles_groups_and_permissions(fakes: Fakes) -> None:
         # The terminal signals the launcher's group; the children are not in it.
         assert os.getpgid(pid) != os.getpgid(run.process.pid)
     assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
-    files = sorted(run.run_dir.iterdir())
+    recordings = run.run_dir / "recordings"
+    assert stat.S_IMODE(recordings.stat().st_mode) == 0o700
+    assert {name.rpartition("-")[0] for name in os.listdir(recordings) if name.endswith(".ring")} == set(run.pids)
+    files = sorted(path for path in run.run_dir.iterdir() if path != recordings)
     assert {file.name for file in files} >= {"lock", "supervisor.sock", "engine.sock", "engine_core.json"}
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     os.kill(run.pids["engine_core"], signal.SIGINT)  # ignored

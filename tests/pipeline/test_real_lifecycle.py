@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import psutil
 import pytest
 
 from frontend.topology import Server
-from ipc.config import EngineOptions, ServerOptions
+from ipc.config import ServerOptions
 
-from .conftest import DEADLINE_S, launch_config
+from .conftest import DEADLINE_S
 
 NAMES = ("frontend", "tokenizer_proc", "engine_core", "detokenizer_proc")
 
@@ -68,21 +67,6 @@ class Stream(threading.Thread):
         assert "error" in events[-1], events[-3:]
         assert events[-1]["error"]["message"]
         assert not any("error" in event for event in events[:-1])
-
-
-@pytest.fixture
-def real(launch: Callable[[dict[str, Any]], Any], smollm2_path: Path) -> Callable[..., Any]:
-    # No kernels to compile and little to warm up: each test starts everything anew.
-    small = EngineOptions(
-        weights="none", attention="torch", max_model_len=4096, kv_tokens=4096, max_num_batched_tokens=64, threads=1
-    )
-
-    def start(**changes: Any) -> Any:
-        config = launch_config(smollm2_path, engine=small, grace_seconds=1.0, **changes)
-        # Long enough for any machine: whoever is killed all the same does not stop by itself.
-        return launch({"real": msgspec.to_builtins(config), "grace_s": DEADLINE_S / 4})
-
-    return start
 
 
 @pytest.fixture

@@ -34,6 +34,14 @@ def make(monkeypatch: pytest.MonkeyPatch, short_dir: Path, tmp_path: Path) -> Ma
     return make
 
 
+def test_a_process_with_another_clock_is_named(make: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[tuple[str, str]] = []
+    server = make(tokenizer_proc="other_clock")
+    monkeypatch.setattr(server, "_on_output", lambda name, line: lines.append((name, line)))
+    with server:
+        assert [name for name, line in lines if "clock" in line] == ["tokenizer_proc"]
+
+
 def open_files() -> dict[str, int]:
     """How many descriptors of each kind this process has open."""
     kinds: dict[str, int] = {}

@@ -18,18 +18,19 @@ import numba
 import numpy as np
 
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS
-from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, prefetch, smaller, stack
+from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, smaller, stack
+from engine_core.kernels.cpu_source.elementwise import rotate_head
 from engine_core.kernels.cpu_source.tile import dense_tile
-from engine_core.kernels.cpu_source.vector import exp_row, row_max
+from engine_core.kernels.cpu_source.vector import exp_row, prefetch, row_max, square_sum
 
 
 def write() -> Callable[[Any], None]:
-    """Arguments: counter, k, k_stride, v, v_stride, slots, keys, values, tokens, kv_heads, head_dim, block_size."""
+    """Arguments: counter, tokens, k, k_stride, v, v_stride, slots, keys, values, kv_heads, head_dim, block_size."""
 
     def kernel(args: Any) -> None:
-        k, k_stride, v, v_stride = args[1], args[2], args[3], args[4]
-        slots, keys, values = int64s(args[5]), floats(args[6]), floats(args[7])
-        tokens, kv_heads, head_dim, block_size = args[8], args[9], args[10], args[11]
+        tokens, k, k_stride, v, v_stride = args[1], args[2], args[3], args[4], args[5]
+        slots, keys, values = int64s(args[6]), floats(args[7]), floats(args[8])
+        kv_heads, head_dim, block_size = args[9], args[10], args[11]
         while True:
             token = next_task(args)
             if token >= tokens:
@@ -42,6 +43,54 @@ def write() -> Callable[[Any], None]:
                 for d in range(head_dim):
                     keys[start + d * block_size + offset] = k_row[d]
                     values[start + offset * head_dim + d] = v_row[d]
+
+    return kernel
+
+
+def enter() -> Callable[[Any], None]:
+    """Arguments: counter, tokens, positions, slots, cos, sin, qkv, its stride, bias, norm of Q, norm of K (each 0 if
+    there is none), eps * 2^60, keys, values, heads, kv_heads, head_dim, block_size.
+
+    All that comes between the product and the scores: Q [tokens, heads, head_dim] is turned in place, K and V go to
+    the pool. `cos` and `sin` have a row for each position.
+    """
+
+    def kernel(args: Any) -> None:
+        tokens, positions, slots, bias = args[1], int64s(args[2]), int64s(args[3]), floats(args[8])
+        eps, keys, values = np.float32(args[11] / 2.0**60), args[12], args[13]
+        heads, kv_heads, dim, size = args[14], args[15], args[16], args[17]
+        half = dim // 2
+        while True:
+            token = next_task(args)
+            if token >= tokens:
+                break
+            row = args[6] + token * args[7] * 4
+            if args[8] != 0:
+                x = floats(row)
+                for i in range((heads + 2 * kv_heads) * dim):
+                    x[i] += bias[i]
+            angle = positions[token] * half * 4
+            cos, sin = floats(args[4] + angle), floats(args[5] + angle)
+            block, offset = slots[token] // size, slots[token] % size
+            for head in range(heads + kv_heads):
+                address = row + head * dim * 4
+                source = floats(address)
+                weight = args[9] if head < heads else args[10]
+                if weight != 0:
+                    scale = np.float32(1) / np.sqrt(square_sum(address, dim // 8) / np.float32(dim) + eps)
+                    factors = floats(weight)
+                    for i in range(dim):
+                        source[i] = source[i] * scale * factors[i]
+                if head < heads:
+                    rotate_head(source, source, 1, half, cos, sin)
+                else:
+                    start = (block * kv_heads + head - heads) * dim * size + offset
+                    rotate_head(source, floats(keys + start * 4), size, half, cos, sin)
+            for head in range(kv_heads):
+                source = floats(row + (heads + kv_heads + head) * dim * 4)
+                target = floats(values + ((block * kv_heads + head) * size + offset) * dim * 4)
+                for i in range(dim):
+                    target[i] = source[i]
 
     return kernel
 
@@ -59,18 +108,18 @@ def fetch(pool, table, kv_heads, kv_head, start, stop, size, block_bytes):  # ty
 
 
 def attend() -> Callable[[Any], None]:
-    """Arguments: counter, tasks, num_tasks, q, q_stride, out, positions, block_tables, table_stride, keys, values,
+    """Arguments: counter, num_tasks, tasks, positions, block_tables, table_stride, q, q_stride, out, keys, values,
     heads, kv_heads, head_dim, block_size, scale * 2^60, window.
 
     `tasks` is int64 [num_tasks, 3]: the batch row, its first query token, and how many of them. Each stands for one
     task per KV head.
     """
-    score1, score2, score4, score6 = (dense_tile(rows, 2, False) for rows in (1, 2, 4, 6))
-    value1, value2, value4, value6 = (dense_tile(rows, 2, True) for rows in (1, 2, 4, 6))
+    score1, score2, score3, score4, score6 = (dense_tile(rows, 2, False) for rows in (1, 2, 3, 4, 6))
+    value1, value2, value3, value4, value6 = (dense_tile(rows, 2, True) for rows in (1, 2, 3, 4, 6))
 
     def kernel(args: Any) -> None:
-        tasks, num_tasks, q, q_stride, out = int64s(args[1]), args[2], args[3], args[4], args[5]
-        positions, tables, table_stride = int64s(args[6]), args[7], args[8]
+        num_tasks, tasks, positions, tables = args[1], int64s(args[2]), int64s(args[3]), args[4]
+        table_stride, q, q_stride, out = args[5], args[6], args[7], args[8]
         keys, values, heads, kv_heads, dim, size = args[9], args[10], args[11], args[12], args[13], args[14]
         scale, window = np.float32(args[15] / 2.0**60), args[16]
         shared = heads // kv_heads
@@ -112,6 +161,9 @@ def attend() -> Callable[[Any], None]:
                         elif rows - r >= 4:
                             score4(a, dim, k_at, size, dim, c, CONTEXT)
                             r += 4
+                        elif rows - r >= 3:
+                            score3(a, dim, k_at, size, dim, c, CONTEXT)
+                            r += 3
                         elif rows - r >= 2:
                             score2(a, dim, k_at, size, dim, c, CONTEXT)
                             r += 2
@@ -158,6 +210,9 @@ def attend() -> Callable[[Any], None]:
                             elif rows - r >= 4:
                                 value4(a, CONTEXT, v_at, dim, used, c, dim)
                                 r += 4
+                            elif rows - r >= 3:
+                                value3(a, CONTEXT, v_at, dim, used, c, dim)
+                                r += 3
                             elif rows - r >= 2:
                                 value2(a, CONTEXT, v_at, dim, used, c, dim)
                                 r += 2

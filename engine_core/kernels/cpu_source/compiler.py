@@ -10,7 +10,6 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numba
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64))
@@ -80,18 +79,3 @@ def stack(typing_context: Any, size: Any) -> Any:
         return builder.ptrtoint(memory, ir.IntType(64))
 
     return types.int64(types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, address: Any) -> Any:
-    """Have the cache line at `address` come from memory."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read_data_to_keep = [ir.Constant(word, value) for value in (0, 3, 1)]
-        builder.call(function, [builder.inttoptr(values[0], byte), *read_data_to_keep])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, WeightFormat
 from engine_core.kernels.cpu_source.tile import Emit
+from engine_core.kernels.cpu_source.vector import silu_product
 
 LANES = 16  # outputs in a vector
 STEP = 4  # inputs that one lane multiplies at once
@@ -26,6 +27,7 @@ _F16, _F32 = ir.HalfType(), ir.FloatType()
 _MAGIC = 1.5 * 2**23  # added to a small float, it leaves no bits behind the point
 _MAGIC_BITS = 0x4B400000
 _SMALLEST = 1e-30  # a block of smaller values counts as zeros: the inverse of its scale might be infinite
+_EIGHT = ir.VectorType(_F32, 8)
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 
 
@@ -38,43 +40,79 @@ def quantize_block(typing_context: Any, x: Any, out: Any, offset: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, out, offset = values
-        b, e = builder, Emit(builder)
-        halves = [e.at(x, 4 * LANES * half, _VF32) for half in (0, 1)]
-        sign = ir.Constant(_VI32, [0x7FFFFFFF] * LANES)
-        # As integers, since a NaN is the largest of those; it would get lost among floats.
-        bits = [b.and_(b.bitcast(half, _VI32), sign) for half in halves]
-        larger = b.select(b.icmp_signed(">", bits[0], bits[1]), bits[0], bits[1])
-        largest = b.bitcast(_reduce(e, "umax", larger), _F32)
-        inverse = b.fdiv(ir.Constant(_F32, 127.0), largest)
-        inverse = b.select(b.fcmp_ordered(">", largest, ir.Constant(_F32, _SMALLEST)), inverse, ir.Constant(_F32, 0.0))
-        total = ir.Constant(_VI32, [0] * LANES)
-        for half, value in enumerate(halves):
-            # The sum's lowest bits are the nearest integer, halves to even.
-            rounded = b.fadd(b.fmul(value, e.broadcast(inverse, LANES)), ir.Constant(_VF32, [_MAGIC] * LANES))
-            integers = b.sub(b.bitcast(rounded, _VI32), ir.Constant(_VI32, [_MAGIC_BITS] * LANES))
-            small = b.trunc(integers, ir.VectorType(_I8, LANES))
-            total = b.add(total, b.sext(small, _VI32))
-            e.put(small, out, half * LANES)
-        integer_sum = _reduce(e, "add", total)
-        scale = b.fmul(largest, ir.Constant(_F32, 1 / 127))
-        e.put(scale, out, SCALE)
-        e.put(b.fmul(scale, b.sitofp(integer_sum, _F32)), out, SCALED_SUM)
-        e.put(b.mul(integer_sum, b.neg(b.trunc(offset, _I32))), out, START)
+        e = Emit(builder)
+        _quantize(e, [e.at(x, 4 * LANES * half, _VF32) for half in (0, 1)], out, offset)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def quantize_normed(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, offset: Any) -> Any:
+    """`quantize_normed(x, scale, weight, out, offset)`: as `quantize_block`, of x * scale * weight."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, scale, weight, out, offset = values
+        e = Emit(builder)
+        factor = e.broadcast(scale, LANES)
+        parts = [[e.at(address, 4 * LANES * half, _VF32) for half in (0, 1)] for address in (x, weight)]
+        products = [builder.fmul(builder.fmul(a, factor), b) for a, b in zip(*parts, strict=True)]
+        _quantize(e, products, out, offset)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def quantize_gated(typing_context: Any, gate: Any, up: Any, out: Any, offset: Any) -> Any:
+    """`quantize_gated(gate, up, out, offset)`: as `quantize_block`, of SiLU(gate) * up."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        gate, up, out, offset = values
+        e = Emit(builder)
+        eights = [silu_product(e, *(e.at(x, 32 * i, _EIGHT) for x in (gate, up))) for i in range(4)]
+        lanes = ir.Constant(_VI32, list(range(LANES)))
+        _quantize(e, [builder.shuffle_vector(*eights[i : i + 2], lanes) for i in (0, 2)], out, offset)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _quantize(e: Emit, halves: list[Any], out: Any, offset: Any) -> None:
+    b = e.b
+    sign = ir.Constant(_VI32, [0x7FFFFFFF] * LANES)
+    # As integers, since a NaN is the largest of those; it would get lost among floats.
+    bits = [b.and_(b.bitcast(half, _VI32), sign) for half in halves]
+    larger = b.select(b.icmp_signed(">", bits[0], bits[1]), bits[0], bits[1])
+    largest = b.bitcast(_reduce(e, "umax", larger), _F32)
+    inverse = b.fdiv(ir.Constant(_F32, 127.0), largest)
+    inverse = b.select(b.fcmp_ordered(">", largest, ir.Constant(_F32, _SMALLEST)), inverse, ir.Constant(_F32, 0.0))
+    total = ir.Constant(_VI32, [0] * LANES)
+    for half, value in enumerate(halves):
+        # The sum's lowest bits are the nearest integer, halves to even.
+        rounded = b.fadd(b.fmul(value, e.broadcast(inverse, LANES)), ir.Constant(_VF32, [_MAGIC] * LANES))
+        integers = b.sub(b.bitcast(rounded, _VI32), ir.Constant(_VI32, [_MAGIC_BITS] * LANES))
+        small = b.trunc(integers, ir.VectorType(_I8, LANES))
+        total = b.add(total, b.sext(small, _VI32))
+        e.put(small, out, half * LANES)
+    integer_sum = _reduce(e, "add", total)
+    scale = b.fmul(largest, ir.Constant(_F32, 1 / 127))
+    e.put(scale, out, SCALE)
+    e.put(b.fmul(scale, b.sitofp(integer_sum, _F32)), out, SCALED_SUM)
+    e.put(b.mul(integer_sum, b.neg(b.trunc(offset, _I32))), out, START)
+
+
 def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int) -> Any:
     """An intrinsic that computes `rows` x `16 * vectors` outputs of a linear layer.
 
-    `tile(x, x_stride, weights, scales, blocks, out, out_stride)`: addresses; strides in bytes and in floats. `x` is
-    rows of blocks of `X_BLOCK_BYTES`; `weights` and `scales` point at the tile's first output in a chunk of a
-    `PackedWeight`.
+    `tile(x, x_stride, weights, scales, blocks, out, out_stride, next_weights, next_scales)`: addresses; strides in
+    bytes and in floats. `x` is rows of blocks of `X_BLOCK_BYTES`; `weights` and `scales` point at the tile's first
+    output in a chunk of a `PackedWeight`. Those that come next are fetched meanwhile: the processor itself stops at
+    the end of each page.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, x_stride, weights, scales, blocks, out, out_stride = values
+        x, x_stride, weights, scales, blocks, out, out_stride, next_weights, next_scales = values
         e = Emit(builder)
         total = e.accumulators(rows, vectors, LANES)
         x_rows = [builder.add(x, builder.mul(x_stride, e.const(m))) for m in range(rows)]
@@ -84,6 +122,7 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int) -> Any:
             start = builder.add(weights, builder.mul(loop.index, e.const(form.block_bytes)))
             sums = _block_sums(e, form, vectors, start, x_blocks, width)
             first = builder.add(scales, builder.mul(loop.index, e.const(2 * form.block_scales)))
+            _fetch_block(e, form, vectors, loop.index, next_weights, next_scales)
             for v in range(vectors):
                 _add_block(e, form, v, first, x_blocks, [row[v] for row in sums], [row[v] for row in total])
         for m in range(rows):
@@ -93,10 +132,24 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing_context, x, x_stride, weights, scales, blocks, out, out_stride):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 7), codegen
+    def tile(  # type: ignore[no-untyped-def]
+        typing_context, x, x_stride, weights, scales, blocks, out, out_stride, next_weights, next_scales
+    ):
+        return types.void(*[types.int64] * 9), codegen
 
     return tile
+
+
+def _fetch_block(e: Emit, form: WeightFormat, vectors: int, block: Any, weights: Any, scales: Any) -> None:
+    """Have a tile's part of a block come from memory."""
+    start = e.b.add(weights, e.b.mul(block, e.const(form.block_bytes)))
+    for step in range(BLOCK * form.bits // 8 // STEP):
+        for v in range(vectors):
+            e.prefetch(start, step * CHUNK * STEP + v * LANES * STEP)
+    first = e.b.add(scales, e.b.mul(block, e.const(2 * form.block_scales)))
+    for kind in range(form.block_scales // CHUNK):
+        for line in range(0, 2 * vectors * LANES, 64):
+            e.prefetch(first, 2 * CHUNK * kind + line)
 
 
 def _block_sums(

@@ -12,17 +12,21 @@ from numba.extending import intrinsic
 
 from engine_core.kernels.cpu_layout import (
     ARGS,
+    COUNT,
     FUTEX,
     FUTEX_WAIT,
     FUTEX_WAKE,
     GENERATION,
     INSIDE,
     KERNEL,
+    LAUNCH_BYTES,
+    LAUNCHES,
     OPEN,
     SLEEPERS,
     STOP,
     SYSCALL,
 )
+from engine_core.kernels.cpu_source.compiler import int64s
 
 SPINS = 4_000  # about 50 us: longer than from one kernel of a step to the next, shorter than anyone's time slice
 EVERYBODY = 2**31 - 1
@@ -103,17 +107,24 @@ def futex(typing_context: Any, cells: Any, operation: Any, value: Any) -> Any:
 
 
 def lead() -> Callable[[Any], None]:
-    """Argument: the cells."""
+    """Argument: the cells. Does the launches that they name, one after the other."""
 
     def kernel(cells: Any) -> None:
-        store(cells, OPEN, 1)
-        add(cells, GENERATION, 1)
-        if load(cells, SLEEPERS) > 0:
-            futex(cells, FUTEX_WAKE, EVERYBODY)
-        call_kernel(cells[KERNEL], cells[ARGS])
-        store(cells, OPEN, 0)
-        while load(cells, INSIDE) > 0:  # they have each one task at most left
-            pause()
+        for number in range(cells[COUNT]):
+            launch = int64s(cells[LAUNCHES] + number * LAUNCH_BYTES)
+            int64s(launch[1])[0] = 0
+            if launch[2] == 0:
+                call_kernel(launch[0], launch[1])
+                continue
+            cells[KERNEL], cells[ARGS] = launch[0], launch[1]
+            store(cells, OPEN, 1)
+            add(cells, GENERATION, 1)
+            if load(cells, SLEEPERS) > 0:
+                futex(cells, FUTEX_WAKE, EVERYBODY)
+            call_kernel(launch[0], launch[1])
+            store(cells, OPEN, 0)
+            while load(cells, INSIDE) > 0:  # they have each one task at most left
+                pause()
 
     return kernel
 

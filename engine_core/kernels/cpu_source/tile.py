@@ -19,7 +19,7 @@ from engine_core.kernels.cpu_layout import BLOCK, CHUNK, WeightFormat
 LANES = 8  # floats in a vector
 UNROLL = 4  # steps of k written out
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
 ZERO = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
 
@@ -54,6 +54,13 @@ class Emit:
 
     def put(self, value: Any, address: Any, offset: int) -> None:
         self.b.store(value, self._pointer(address, offset, value.type), align=_alignment(value.type))
+
+    def prefetch(self, address: Any, offset: int) -> None:
+        """Have the cache line at `address + offset` bytes come from memory."""
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), *[_I32] * 3])
+        function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
+        read_data_to_keep = [ir.Constant(_I32, value) for value in (0, 3, 1)]
+        self.b.call(function, [self._pointer(address, offset, _I8), *read_data_to_keep])
 
     def _pointer(self, address: Any, offset: int, kind: Any) -> Any:
         return self.b.inttoptr(self.b.add(address, self.const(offset)), kind.as_pointer())

@@ -68,19 +68,20 @@ def _across(e: Emit, vector: Any, combine: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
-    """`row_max(address, vectors)`: the largest of 8 * vectors floats."""
+    """`row_max(address, vectors)`: the largest of 8 * vectors floats; NaN if one of them is."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors = values
         e = Emit(builder)
         best = cgutils.alloca_once_value(builder, _constant(-math.inf))
-        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
-            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
-            old = builder.load(best)
-            builder.store(builder.select(builder.fcmp_ordered(">", value, old), value, old), best)
 
         def larger(x: Any, y: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+            first = builder.or_(builder.fcmp_ordered(">", x, y), builder.fcmp_unordered("uno", x, x))
+            return builder.select(first, x, y)
+
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
+            builder.store(larger(value, builder.load(best)), best)
 
         return _across(e, builder.load(best), larger)
 
@@ -122,18 +123,33 @@ def square_sum(typing_context: Any, row: Any, vectors: Any) -> Any:
     return types.float32(types.int64, types.int64), codegen
 
 
+def silu_product(e: Emit, gate: Any, up: Any) -> Any:
+    """gate / (1 + exp(-gate)) * up, eight floats each."""
+    sigmoid_inverse = e.b.fadd(_constant(1.0), _exp(e, e.b.fneg(gate)))
+    return e.b.fmul(e.b.fdiv(gate, sigmoid_inverse), up)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def silu_multiply(typing_context: Any, gate: Any, up: Any, out: Any, vectors: Any) -> Any:
-    """`silu_multiply(gate, up, out, vectors)`: out = gate / (1 + exp(-gate)) * up."""
+    """`silu_multiply(gate, up, out, vectors)`: out = SiLU(gate) * up."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         gate, up, out, vectors = values
         e = Emit(builder)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
-            x = e.load(gate, at, LANES)
-            sigmoid_inverse = builder.fadd(_constant(1.0), _exp(e, builder.fneg(x)))
-            e.store(builder.fmul(builder.fdiv(x, sigmoid_inverse), e.load(up, at, LANES)), out, at)
+            e.store(silu_product(e, e.load(gate, at, LANES), e.load(up, at, LANES)), out, at)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Have the cache line at `address` come from memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        Emit(builder).prefetch(values[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

@@ -10,6 +10,7 @@ from frontend.cli.app import COMMANDS
 from frontend.cli.bench import COMMAND as BENCH
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
+from frontend.cli.trace import COMMAND as TRACE
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +46,7 @@ def bench_flags() -> set[str]:
 
 def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:
     flags = {flag for opt in OPTIONS.values() for flag in opt.flags} | bench_flags()
+    flags |= {flag for param in TRACE.params for flag in param.opts}
     variables = {opt.env for opt in OPTIONS.values()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from ipc.processes import Facts, ProcessSpec
 from ipc.run_dir import RunDirectory
 from ipc.runtime import Child, child_main
 
-Behaviour = Literal["normal", "user_error", "bug", "exit_3", "never_ready", "deaf", "noisy"]
+Behaviour = Literal["normal", "user_error", "bug", "exit_3", "never_ready", "deaf", "noisy", "other_clock"]
 NAMES = ("frontend", "tokenizer_proc", "engine_core", "detokenizer_proc")
 
 
@@ -62,6 +62,9 @@ def body(config: FakeConfig, child: Child) -> None:
         case "exit_3":
             os.write(2, b"last words\n")
             os._exit(3)
+        case "other_clock":
+            now = time.monotonic_ns
+            time.monotonic_ns = lambda: now() - 3_600_000_000_000
         case "noisy":
             sys.stderr.write("x" * 3_000_000 + "\nend of the noise\n")
     with Receiver[Any](config.inbox, ModelReady | ProcessLost | Shutdown) as inbox:

@@ -1,0 +1,121 @@
+"""One forward pass of a decoder on the CPU as one program of kernels, nine or ten a layer:
+
+    norm      add what the last product gave to the residual stream, RMSNorm; round to int8 for integer weights
+    product   Q, K and V
+    enter     biases, QK-norm, RoPE; K and V go to the pool
+    attend    and round, if the weights are integers
+    product   of what attention gave
+    norm      as above
+    product   gate and up
+    gate      SiLU * up; round
+    product   down
+
+then the last norm and the logits, of the rows that are sampled. Results are those of `LlamaForCausalLM`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine_core.attention.cpu import CpuAttention
+from engine_core.batch import ForwardBatch
+from engine_core.cpu.stages import ATTEND_STEP, ENTER_STEP, NORM_INDEX, NORM_RESIDUAL, NORM_X, Stages
+from engine_core.kernels.cpu_linear import PackedLinear
+from engine_core.kernels.cpu_program import ROWS, Program
+from engine_core.layers.linear import Linear
+from engine_core.layers.norm import RMSNorm
+from engine_core.models.llama import LlamaForCausalLM, LlamaMLP
+
+
+class CpuModel:
+    """Runs `model` on the pool of `attention`. What `forward` returns is valid until its next call.
+
+    The program is made again when a step is larger than all before it; others set what is new in its arguments.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, attention: CpuAttention) -> None:
+        self._model, self._attention = model, attention
+        self._capacity = 0
+        self._logits = torch.empty(0)
+        self._cos = self._sin = torch.empty(0)
+
+    @staticmethod
+    def supports(model: LlamaForCausalLM) -> bool:
+        """Whether there are kernels for all of `model`: packed weights, no experts."""
+        linears: list[Linear] = [model.lm_head]
+        for layer in model.layers:
+            if not isinstance(layer.mlp, LlamaMLP):
+                return False
+            linears += [layer.attention.qkv_proj, layer.attention.o_proj]
+            linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
+        return model.dtype == torch.float32 and all(isinstance(linear, PackedLinear) for linear in linears)
+
+    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary]; writes K and V
+        of all tokens."""
+        tokens, rows = batch.num_tokens, len(batch.logits_rows)
+        self._make_room(tokens, rows, int(batch.context_lens.max()))
+        x = self._model.embedding(batch.token_ids)
+        self._attention.prepare(batch)
+        args = self._program.args
+        args[:, ROWS] = tokens
+        args[self._head, ROWS] = rows
+        args[self._head[0], NORM_INDEX] = batch.logits_rows.data_ptr()
+        args[self._first_norms, (NORM_X, NORM_RESIDUAL)] = x.data_ptr()
+        where = (batch.positions.data_ptr(), batch.slot_mapping.data_ptr())
+        args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
+        args[self._attends, ATTEND_STEP] = self._attention.step_args(batch)
+        self._program.run()
+        return self._total[:tokens], self._logits[:rows, : self._model.config.vocab_size]
+
+    def _make_room(self, tokens: int, rows: int, length: int) -> None:
+        """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
+        if tokens > self._capacity:
+            self._make_program(max(tokens, 2 * self._capacity), max(rows, len(self._logits)))
+        elif rows > len(self._logits):
+            self._make_program(self._capacity, rows)
+        if length > len(self._cos):
+            cos, sin = self._model.rope.angles(torch.arange(2 * length), torch.float32)
+            self._cos, self._sin = cos[:, 0], sin[:, 0]
+
+    def _make_program(self, capacity: int, logits_rows: int) -> None:
+        model, head = self._model, _packed(self._model.lm_head)
+        layers = [_linears(layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp) for layer in model.layers]
+        stages = Stages(model.config, [linear for linears in layers for linear in linears], capacity)
+        launches, enters, attends, norms = stages.launches, list[int](), list[int](), list[int]()
+        for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, layers, strict=True)):
+            norms.append(len(launches))
+            stages.norm(layer.input_norm, qkv, add=index > 0)
+            stages.product(qkv)
+            enters.append(len(launches))
+            stages.enter(index, self._attention, _qk_norms(layer.attention))
+            attends.append(len(launches))
+            stages.attend(index, self._attention, output)
+            norms.append(len(launches))
+            stages.norm(layer.post_attention_norm, gate_up)
+            stages.product(gate_up)
+            stages.gate(down)
+            stages.product(down)
+        stages.add()
+        self._head = [len(launches), len(launches) + 1]
+        stages.last_norm(model.norm, head)
+        logits = torch.empty(logits_rows, head.width)
+        stages.product(head, out=logits)
+        self._first_norms, self._enters, self._attends = norms[:2], enters, attends
+        self._stages, self._program = stages, Program(launches)
+        self._capacity, self._total, self._logits = capacity, stages.total, logits
+
+
+def _qk_norms(attention: object) -> tuple[RMSNorm, RMSNorm] | None:
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return (q_norm, k_norm) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
+
+
+def _linears(qkv: Linear, output: Linear, mlp: object) -> list[PackedLinear]:
+    assert isinstance(mlp, LlamaMLP)
+    return [_packed(linear) for linear in (qkv, output, mlp.gate_up_proj, mlp.down_proj)]
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    assert isinstance(linear, PackedLinear)  # `supports` says so
+    return linear

@@ -1,0 +1,87 @@
+"""The program of a forward pass against the layers one by one, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_core.attention.cpu import CpuAttention
+from engine_core.batch import make_batch
+from engine_core.cpu.forward import CpuModel
+from engine_core.plan import ScheduledRow, StepPlan
+from engine_core.runner import ModelRunner
+from tests.engine_core.tiny_models import FAMILIES, load, random_pieces, save_model, scattered_requests
+
+KV_TOKENS = 1024
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = secrets.randbits(31)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Hidden states and logits of the same random steps, side by side: of the program, and of the layers."""
+    layers = CpuAttention(runner.spec)
+    layers.allocate(KV_TOKENS // 16 + 1)
+    prompts = [[rng.randrange(320) for _ in range(length)] for length in (130, 1, 47, 64, 90)]
+    requests = scattered_requests(prompts, 16, KV_TOKENS, rng)
+    for pieces in random_pieces(requests, rng):
+        samples = [rng.random() < 0.7 for _ in pieces]
+        rows = [ScheduledRow(r, start, stop - start, s) for (r, start, stop), s in zip(pieces, samples, strict=True)]
+        batch = make_batch(StepPlan(tuple(rows)), 16, runner.spec.device)
+        actual = runner.forward(batch)
+        hidden = runner.model.forward(batch, layers)
+        expected = hidden, runner.model.logits(hidden[batch.logits_rows])
+        yield from zip(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize("weights", ["none", "int8"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "moe" not in family])
+@torch.inference_mode()
+def test_a_program_computes_what_the_layers_do(
+    family: str, weights: str, threads: int, tmp_path: Path, rng: random.Random
+) -> None:
+    save_model(tmp_path, family)
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, weights=weights, threads=threads)
+    assert CpuModel.supports(runner.model)
+    for actual, expected in steps(runner, rng):
+        assert torch.equal(actual, expected)
+
+
+def test_experts_and_odd_sizes_are_left_to_the_layers(tmp_path: Path) -> None:
+    save_model(tmp_path / "experts", "qwen3-moe")
+    assert not CpuModel.supports(load(tmp_path / "experts").model)
+    save_model(tmp_path / "odd", "llama", intermediate_size=72)
+    assert not CpuModel.supports(load(tmp_path / "odd").model)
+
+
+@torch.inference_mode()
+def test_a_nan_stays_in_its_row(tmp_path: Path, rng: random.Random) -> None:
+    save_model(tmp_path, "qwen3")
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, weights="int8")
+    (request, other) = scattered_requests([[1] * 40, [2] * 40], 16, KV_TOKENS, rng)
+    batch = make_batch(StepPlan(tuple(ScheduledRow(r, 0, 40, True) for r in (request, other))), 16, runner.spec.device)
+    batch = replace(batch, logits_rows=torch.arange(80))
+    clean = runner.forward(batch)[1].clone()
+    weight = runner.model.embedding.weight  # type: ignore[attr-defined]
+    weight.data[1, 5] = math.nan
+    logits = runner.forward(batch)[1]
+    assert not logits[:40].isfinite().any()
+    assert torch.equal(logits[40:], clean[40:])
