@@ -6,6 +6,7 @@ Every request given to `add` ends in exactly one `Finished`, in the output of a 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import time
@@ -17,12 +18,24 @@ from engine_core.limits import Limits
 from engine_core.outcome import Committed, Ending
 from engine_core.plan import InFlight, ModelFacts, Runner, StepPlan, StepTokens
 from engine_core.profiler import Profiler
-from engine_core.request import Request
+from engine_core.request import Request, Status
 from engine_core.scheduler import Scheduler
 from engine_core.tombstones import Tombstones
+from engine_core.usage import Host, Usage
 from ipc.codec import pack_ids, pack_request_ids, unpack_ids
 from ipc.config import EngineConfig
-from ipc.messages import EngineStats, Error, Finished, FinishReason, Generate, Opened, Profile, Profiled, StepOutput
+from ipc.messages import (
+    EngineStats,
+    Error,
+    Finished,
+    FinishReason,
+    Generate,
+    Opened,
+    Profile,
+    Profiled,
+    RequestState,
+    StepOutput,
+)
 from ipc.recorder.events import COLLECT, COMMIT, FINISHED, FIRST_TOKEN, LAUNCH, PREPARE, RECEIVED, SCHEDULE
 from ipc.recorder.ring import Recorder
 
@@ -49,8 +62,10 @@ class Engine:
         clock: Callable[[], int] = time.monotonic_ns,
         recorder: Recorder | None = None,
         profiler: Profiler | None = None,
+        usage: Usage | None = None,
     ) -> None:
         self.facts = facts
+        self.usage = usage or Usage(clock=clock)
         self.recorder = recorder or Recorder()
         self._profiler = profiler or Profiler()
         self.scheduler = Scheduler(Limits.of(config, facts), runner.release, clock)
@@ -66,11 +81,16 @@ class Engine:
         self._step = self._aborts = self._failed_steps = 0
         self._step_seconds = 0.0
         self._last_step = clock()
+        self._resting = True  # there was nothing to do after the last step
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         return bool(self._in_flight or self._finished or self.scheduler.has_work)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
 
     def add(self, message: Generate) -> None:
         """Take a request in. What is wrong with it is told by its `Finished`, never by an exception."""
@@ -112,7 +132,7 @@ class Engine:
         A step whose runner raises ends its requests with an error and leaves the others alone. After
         `MAX_FAILED_STEPS` such steps in a row all requests are ended, and `broken` says why.
         """
-        began = self._clock()
+        began = self._clock() if self._resting else self._last_step
         plan, tokens = self._run()
         committing = self.recorder.begin(COMMIT)
         output = self._output(self.scheduler.commit(plan, tokens) if plan.rows else Committed())
@@ -123,6 +143,11 @@ class Engine:
         self._profiler.after(plan.step)
         self._last_step = self._clock()
         self._step_seconds = (self._last_step - began) / 1e9
+        if plan.rows:
+            self.usage.count(plan, self._last_step - began)
+        self._resting = not self.has_work
+        if self._resting:
+            self.usage.doing(Host.NOTHING)
         return output
 
     def idle(self) -> bool:
@@ -160,19 +185,30 @@ class Engine:
             preemptions=scheduler.preemptions,
             aborts=self._aborts,
             step_seconds=self._step_seconds if self.has_work else 0.0,
+            usage=self.usage.totals(),
         )
+
+    def requests(self, limit: int) -> list[RequestState]:
+        """The oldest ones and how they are getting on."""
+        now = self._clock()
+        return [_state(request, now) for request in itertools.islice(self._requests.values(), limit)]
 
     # --- inside a step --------------------------------------------------------------------------------------------
 
     def _run(self) -> tuple[StepPlan, StepTokens]:
         """Fill the pipeline and await its oldest step. A plan without rows: there was nothing to do, or it failed."""
+        usage = self.usage
         while len(self._in_flight) < self._depth:
+            usage.doing(Host.SCHEDULE)
             began = self.recorder.begin(SCHEDULE)
             plan = self.scheduler.schedule()
             self.recorder.end(SCHEDULE, began, plan.step, plan.num_tokens, len(plan.rows), plan.num_decodes)
             if not plan.rows:
                 break
+            usage.doing(Host.LAUNCH)
             self._in_flight.append((plan, self._launch(plan)))
+            usage.launched()
+        usage.doing(Host.COLLECT)
         if not self._in_flight:
             return StepPlan(()), StepTokens([])
         plan, in_flight = self._in_flight.popleft()
@@ -184,6 +220,7 @@ class Engine:
             return StepPlan(()), StepTokens([])
         finally:
             self.recorder.end(COLLECT, began, plan.step)
+        usage.landed(tokens.span)
         self._failed_steps = 0
         return plan, tokens
 
@@ -206,6 +243,7 @@ class Engine:
                 in_flight.wait()  # its blocks must not be given to others while the device still writes to them
         plans = [plan, *(later for later, _ in self._in_flight)]
         self._in_flight.clear()
+        self.usage.abandoned()
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         reason = f"the engine failed: {kind}{error}"
         what = Error(status=500, message=reason, type="server_error")
@@ -300,6 +338,18 @@ class _FailedLaunch:
 
     def wait(self) -> StepTokens:
         raise self._error
+
+
+def _state(request: Request, now: int) -> RequestState:
+    running = request.status is Status.RUNNING
+    return RequestState(
+        request_id=request.request_id,
+        state=("decode" if request.output_ids else "prefill") if running else "waiting",
+        age=max(0, now - request.arrival),
+        prompt_tokens=request.num_prompt_tokens,
+        computed_tokens=request.num_computed_tokens,
+        output_tokens=len(request.output_ids),
+    )
 
 
 def _opened(request: Request) -> Opened:

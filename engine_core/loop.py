@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import assert_never
 
 from engine_core.engine import Engine
+from engine_core.usage import Host
 from ipc.mailbox import Inbox, Outbox
-from ipc.messages import Abort, EngineMessage, Generate, Profile, Shutdown, StepOutput
+from ipc.messages import Abort, EngineMessage, Generate, ListRequests, Profile, RequestList, Shutdown, StepOutput
 from ipc.recorder.events import INTAKE, PUBLISH, WAIT
 
 # What is taken in between two steps: a burst of long prompts must not hold up those who are decoding.
 MESSAGES_PER_STEP = 64
+MOST_LISTED = 256  # requests in an answer: making it takes half a microsecond for each
 HEARTBEAT_BUSY_S = 0.2
 HEARTBEAT_IDLE_S = 1.0
 
@@ -38,6 +40,7 @@ def run(
     recorder = engine.recorder
     stopping = False
     while not stopping or engine.has_work:
+        engine.usage.doing(Host.INPUT)
         began = recorder.begin(INTAKE)
         messages = inbox.drain(MESSAGES_PER_STEP)
         for message in messages:
@@ -49,6 +52,10 @@ def run(
                 case Profile():
                     for frontend in frontends[message.frontend :][:1]:  # none, if the index is forged
                         frontend.send(engine.profile(message))
+                case ListRequests():
+                    answer = _request_list(engine, message)
+                    for frontend in frontends[message.frontend :][:1]:  # none, if the index is forged
+                        frontend.send(answer)
                 case Shutdown():
                     stopping = True
                 case _:
@@ -61,13 +68,20 @@ def run(
             began = recorder.begin(PUBLISH)
             publish(output, detokenizer)
             recorder.end(PUBLISH, began, output.step, len(output.token_ids) // 4)
-        elif not stopping and not engine.idle():
-            began = recorder.begin(WAIT)
-            inbox.wait(heartbeat.seconds_left)
-            recorder.end(WAIT, began)
+        else:
+            engine.usage.doing(Host.NOTHING)
+            if not stopping and not engine.idle():
+                began = recorder.begin(WAIT)
+                inbox.wait(heartbeat.seconds_left)
+                recorder.end(WAIT, began)
         heartbeat.beat_if_due()
         if engine.broken:
             raise EngineBroken(engine.broken)
+
+
+def _request_list(engine: Engine, message: ListRequests) -> RequestList:
+    requests = engine.requests(MOST_LISTED)
+    return RequestList(question=message.question, total=engine.num_requests, requests=requests)
 
 
 def publish(output: StepOutput, detokenizer: Outbox) -> None:

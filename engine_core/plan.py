@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine_core.models.config import ModelConfig
 from engine_core.request import Request
 from ipc.messages import TokenLogprobs
 
@@ -50,6 +51,7 @@ class StepTokens:
     # request id -> values of the prompt positions this step computed, in order. The value at position p is that of
     # the token at p + 1.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    span: tuple[int, int] | None = None  # CLOCK_MONOTONIC ns between which the device ran it; None: not known
 
 
 class InFlight(Protocol):
@@ -88,6 +90,8 @@ class ModelFacts:
     attention: str
     kv_bytes_per_token: int
     seconds: dict[str, float] = field(default_factory=dict)  # start-up phase -> seconds
+    model: ModelConfig | None = None
+    weight_bytes: float = 0.0  # of one weight as the device holds it, on average; 0: not known
 
 
 # Called with a phase ("loading weights") and a fraction done, or None where it cannot be measured.

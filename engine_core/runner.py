@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
 from engine_core.kernels.cpu_cache import has_kernels
 from engine_core.kv_size import choose_max_model_len, choose_num_blocks, pool_flag
+from engine_core.layers.held import mean_weight_bytes
 from engine_core.layers.linear import WeightsMode, choose_mode
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
 from engine_core.loader.select import open_checkpoint
@@ -86,9 +87,10 @@ class ModelRunner:
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
             began = self._recorder.begin(GPU)
             try:
-                return self._run(plan)
+                done = self._run(plan)
             finally:
                 self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows))
+        return Done(replace(done.tokens, span=(began, time.monotonic_ns())))
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> Done:
@@ -143,6 +145,7 @@ def build_runner(
         max_model_len = choose_max_model_len(config, checkpoint.config)
         mode = choose_mode(config.weights, checkpoint.quantized, device)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
+        weight_bytes = mean_weight_bytes(model)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
         runner = _make_runner(config, model, spec, max_model_len, flash, recorder)
@@ -177,6 +180,8 @@ def build_runner(
         attention=runner.attention_name,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         seconds=seconds,
+        model=checkpoint.config,
+        weight_bytes=weight_bytes,
     )
     return runner, facts
 

@@ -22,6 +22,7 @@ from frontend.handle import Direct, Event, Handle
 from frontend.heartbeat import Heartbeat
 from frontend.metrics import Metrics
 from frontend.openai.job import Job, Limits
+from frontend.request_watch import RequestWatch
 from frontend.siblings import Siblings
 from ipc.channel import frontend_key, tokenizer_key
 from ipc.codec import unpack_request_ids
@@ -48,6 +49,7 @@ from ipc.messages import (
     Profiled,
     Prompt,
     Rejected,
+    RequestList,
     Shutdown,
     Submit,
     Usage,
@@ -97,6 +99,7 @@ class Backend:
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
         self._unflushed: list[Direct] = []
+        self.requests = RequestWatch(config.index, outboxes["engine"])
 
     @property
     def next_id(self) -> int:
@@ -203,11 +206,14 @@ class Backend:
                         future.set_result(message)
                 case EngineStats():
                     self._heartbeat.beat(message)
-                    self._metrics.stats = message
+                    self._metrics.heard(message)
                 case AskMetrics() | MetricsText():
                     self.siblings.deliver(message)
+                case RequestList():
+                    self.requests.deliver(message)
                 case ModelReady():
                     self.model = message
+                    self._metrics.ready(message)
                     self.phase = Phase.READY
                     self._heartbeat.start()
                     self.accepting.set()
@@ -272,7 +278,12 @@ class Backend:
     def _note(self, request_id: int, choice: int, handle: Handle, detail: Detail, now: int) -> None:
         if detail.opened is not None:
             self._metrics.opened(detail.opened.queued)
+            handle.first_token[choice] = (now, detail.opened.queued)
         if detail.ended is not None:
+            if (first := handle.first_token.get(choice)) and detail.ended.reason in ("stop", "length"):
+                came, queued = first
+                tokens = detail.ended.usage.completion_tokens
+                self._metrics.phases(max(0, came - handle.arrival - queued), now - came, tokens)
             self._forget(request_id)
             handle.unfinished.discard(choice)
             self._metrics.ended(detail.ended, now - handle.arrival)

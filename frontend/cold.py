@@ -24,6 +24,7 @@ from frontend.openai.parse import DETOKENIZE, TOKENIZE
 from frontend.parser.client import BodyParser
 from ipc.codec import unpack_ids
 from ipc.config import FrontendProcessConfig
+from ipc.messages import RequestState
 
 
 class ColdRoutes:
@@ -44,6 +45,7 @@ class ColdRoutes:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/requests", self.requests, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.one_model, methods=["GET"]),
             Route(TOKENIZE, self.tokenize, methods=["POST"]),
@@ -71,6 +73,14 @@ class ColdRoutes:
     async def metrics(self, _: Request) -> Response:
         text = await self._backend.siblings.metrics_text()
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def requests(self, _: Request) -> Response:
+        """Those in the engine. Nothing of what they say."""
+        self._backend.limits()
+        found = await self._backend.requests.ask()
+        if found is None:
+            raise ApiError(503, "the engine does not answer", code="not_ready", retry_after=2)
+        return _json({"total": found.total, "requests": [_request_state(each) for each in found.requests]})
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -118,6 +128,17 @@ class ColdRoutes:
             "root": self.model,
             "max_model_len": self._backend.limits().max_model_len,
         }
+
+
+def _request_state(state: RequestState) -> dict[str, Any]:
+    return {
+        "id": str(state.request_id),  # JSON's readers take large numbers for floats
+        "state": state.state,
+        "age_seconds": round(state.age / 1e9, 3),
+        "prompt_tokens": state.prompt_tokens,
+        "computed_tokens": state.computed_tokens,
+        "output_tokens": state.output_tokens,
+    }
 
 
 def _json(value: object) -> Response:

@@ -57,6 +57,7 @@ class Handle:
         self.unfinished = set(range(num_choices))
         self.arrival = time.monotonic_ns()
         self.last_token = [0] * num_choices  # CLOCK_MONOTONIC ns of each choice's latest token, 0: none yet
+        self.first_token: dict[int, tuple[int, int]] = {}  # choice -> when its first came, ns it had been queued
         self.closed = False
         self.on_overflow: Callable[[], None] | None = None  # cuts the connection, whose writer may be blocked
         self.direct: Direct | None = None  # set while the route waits for a stream that has begun

@@ -1,27 +1,24 @@
-"""Prometheus metrics of the whole server, kept in the frontend. Names follow vLLM's, with the prefix `gapless:`.
+"""Prometheus metrics of the whole server, kept in the frontend. Names follow vLLM's, with the prefix `gapless:`; those
+that vLLM has too are there under its own prefix as well.
 
 What the engine counts arrives with its heartbeat; what clients feel is measured here.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
-from ipc.messages import Ended, EngineStats
-
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20)
-_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+from frontend.buckets import ITL, LATENCY, TOKENS, TTFT
+from frontend.lean_histogram import LeanHistogram
+from frontend.totals import Totals
+from frontend.usage_metrics import ProcessCollector, UsageCollector
+from frontend.vllm_names import with_vllm_names
+from ipc.messages import Ended, EngineStats, ModelReady
 
 
 class Metrics:
@@ -36,14 +33,18 @@ class Metrics:
             family = Histogram(f"gapless:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return family.labels(model)
 
-        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
-        itl = LeanHistogram("gapless:inter_token_latency_seconds", "Time between tokens of one answer", model, _SHORT)
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", TTFT)
+        itl = LeanHistogram("gapless:inter_token_latency_seconds", "Time between tokens of one answer", model, ITL)
         self.registry.register(itl)
         self.inter_token = itl.observe
-        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end of the answer", _LONG)
-        self._queue = histogram("request_queue_time_seconds", "Arrival to the first step", _LONG)
-        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per answer", _TOKENS)
-        self._output = histogram("request_generation_tokens", "Tokens per answer", _TOKENS)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end of the answer", LATENCY)
+        self._queue = histogram("request_queue_time_seconds", "Arrival to the first step", LATENCY)
+        self._prefill = histogram("request_prefill_time_seconds", "First step to first token", LATENCY)
+        self._decode = histogram("request_decode_time_seconds", "First token to last", LATENCY)
+        self._inference = histogram("request_inference_time_seconds", "First step to last token", LATENCY)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of the tokens after the first", ITL)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per answer", TOKENS)
+        self._output = histogram("request_generation_tokens", "Tokens per answer", TOKENS)
         self._finished = Counter(
             "gapless:request_success", "Answers by how they ended", ["model_name", "finished_reason"],
             registry=self.registry,
@@ -57,11 +58,24 @@ class Metrics:
             "gapless:num_requests_in_flight", "Answers not yet ended", ["model_name"], registry=self.registry
         )
         self._in_flight = streams.labels(model)
-        self._engine = _EngineCollector(self)
+        self._usage, self._processes = UsageCollector(model), ProcessCollector()
+        self._whole = CollectorRegistry()  # what is of the whole server, whichever frontend tells it
+        for collector in (_EngineCollector(self), self._usage, self._processes):
+            self._whole.register(collector)
 
     @property
     def model(self) -> str:
         return self._model
+
+    def heard(self, stats: EngineStats) -> None:
+        """The engine's heartbeat."""
+        self.stats = stats
+        self._usage.observe(stats)
+
+    def ready(self, message: ModelReady) -> None:
+        """Everything has started: what it consists of."""
+        self._usage.peaks = message.facts.get("peaks", {})
+        self._processes.watch(message.facts.get("pids", {}))
 
     def accepted(self, choices: int) -> None:
         self._requests.inc(choices)
@@ -81,6 +95,14 @@ class Metrics:
             self._prompt.observe(ended.usage.prompt_tokens)
             self._output.observe(ended.usage.completion_tokens)
 
+    def phases(self, prefill_ns: int, decode_ns: int, num_tokens: int) -> None:
+        """Of an answer that has ended: from its first step to its first token, and on to its last."""
+        self._prefill.observe(prefill_ns / 1e9)
+        self._decode.observe(decode_ns / 1e9)
+        self._inference.observe((prefill_ns + decode_ns) / 1e9)
+        if num_tokens > 1:
+            self._tpot.observe(decode_ns / 1e9 / (num_tokens - 1))
+
     def cancelled(self, choices: int) -> None:
         self._in_flight.dec(choices)
         self._finished.labels(self._model, "abort").inc(choices)
@@ -89,61 +111,14 @@ class Metrics:
         self._http.labels(path, str(status)).inc()
 
     def own(self) -> bytes:
-        """What this frontend counts, in the text exposition format: the engine's figures are not in it."""
+        """What this frontend counts, in the text exposition format: what is of the whole server is not in it."""
         return generate_latest(self.registry)
 
     def render(self, others: Iterable[bytes] = ()) -> bytes:
         """The text exposition format, with the sums over this frontend and `others`, each as its `own`."""
         others = list(others)
-        own = generate_latest(_Sum([self.own(), *others])) if others else self.own()
-        return own + generate_latest(self._engine)
-
-
-class _Sum(Collector):
-    """Sums of several expositions, sample by sample. Right for counters and histograms, and for the gauges here, which
-    count what is in flight."""
-
-    def __init__(self, texts: Iterable[bytes]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-        for text in self._texts:
-            for family in text_string_to_metric_families(text.decode()):
-                families.setdefault(family.name, family)
-                found = sums.setdefault(family.name, {})
-                for sample in family.samples:
-                    key = sample.name, tuple(sample.labels.items())
-                    if family.name.endswith("_created"):  # a moment: the first one
-                        found[key] = min(found.get(key, sample.value), sample.value)
-                    else:
-                        found[key] = found.get(key, 0.0) + sample.value
-        for name, family in families.items():
-            family.samples = [Sample(key, dict(labels), value) for (key, labels), value in sums[name].items()]
-            yield family
-
-
-class LeanHistogram(Collector):
-    """A histogram that is cheap enough to be told of every token."""
-
-    def __init__(self, name: str, text: str, model: str, buckets: tuple[float, ...]) -> None:
-        self._name, self._text, self._model = name, text, model
-        self._names = [*map(floatToGoString, buckets), "+Inf"]
-        self._bounds = [round(bound * 1e9) for bound in buckets]
-        self._counts = [0] * len(self._names)
-        self._sum = 0
-
-    def observe(self, elapsed_ns: int, count: int) -> None:
-        """`count` things took `elapsed_ns` together, the same time each."""
-        self._counts[bisect_left(self._bounds, elapsed_ns / count)] += count
-        self._sum += elapsed_ns
-
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        buckets = list(zip(self._names, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric([self._model], buckets, self._sum / 1e9)
-        yield family
+        own = generate_latest(Totals([self.own(), *others])) if others else self.own()
+        return with_vllm_names(own + generate_latest(self._whole))
 
 
 class _EngineCollector(Collector):

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ProcessCount = Annotated[int, Meta(ge=1, le=1024)]
+Limit = Annotated[float, Meta(gt=0.0, le=1e9)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 
@@ -82,6 +83,9 @@ class EngineOptions(Config, frozen=True):
         Annotated[int, Meta(ge=1, le=4096)] | None, option("Memory & scheduling", "CPU threads [physical cores]")
     ] = None
     profile_steps: Annotated[str | None, option("Memory & scheduling", "A:B: capture steps A to B [none]")] = None
+    # The device's limits, of which /metrics tells the share that steps reach.
+    peak_bandwidth: Annotated[Limit | None, option("Memory & scheduling", "device's GB/s [measured]")] = None
+    peak_tflops: Annotated[Limit | None, option("Memory & scheduling", "device's TFLOP/s [measured]")] = None
     seed: Annotated[
         int, Meta(ge=0, le=2**63 - 1), option("Memory & scheduling", "seed of requests that bring none")
     ] = 0

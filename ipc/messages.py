@@ -145,6 +145,13 @@ class Profile(Message, frozen=True):
     on: bool
 
 
+class ListRequests(Message, frozen=True):
+    """Answered with `RequestList`."""
+
+    question: Count  # repeated in the answer
+    frontend: FrontendIndex
+
+
 # --- to the detokenizer ---------------------------------------------------------------------------------------------
 
 
@@ -284,6 +291,19 @@ class Profiled(Message, frozen=True):
     error: Error | None = None
 
 
+class DeviceUsage(msgspec.Struct, frozen=True):
+    """Totals since the engine's start. Buckets are those of `ipc.buckets`, each with its own steps alone."""
+
+    busy_seconds: float
+    idle_seconds: dict[str, float]  # by what the host was at meanwhile, see `engine_core.usage`
+    bytes: float  # the least that the steps had to move
+    flops: float  # and to compute
+    step_seconds: float
+    step_tokens: int
+    steps_by_seconds: list[int]
+    steps_by_tokens: list[int]
+
+
 class EngineStats(Message, frozen=True):
     """Sent by the engine a few times a second while busy and once a second while idle: the heartbeat."""
 
@@ -300,6 +320,26 @@ class EngineStats(Message, frozen=True):
     preemptions: int
     aborts: int
     step_seconds: float  # of the last step; 0.0 when idle
+    usage: DeviceUsage | None = None
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """A request in the engine. Nothing of what it says."""
+
+    request_id: RequestId
+    state: Literal["waiting", "prefill", "decode"]
+    age: Nanoseconds  # since the frontend had it
+    prompt_tokens: Count
+    computed_tokens: Count  # of prompt and answer, cached ones included
+    output_tokens: Count
+
+
+class RequestList(Message, frozen=True):
+    """Answers `ListRequests`."""
+
+    question: Count
+    total: Count
+    requests: list[RequestState]  # the oldest ones
 
 
 class AskMetrics(Message, frozen=True):
@@ -374,7 +414,7 @@ class Shutdown(Message, frozen=True):
 
 
 TokenizerMessage = Submit | Encode | Decode | Shutdown
-EngineMessage = Generate | Abort | Profile | Shutdown
+EngineMessage = Generate | Abort | Profile | ListRequests | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
 FrontendMessage = (
     Deltas
@@ -383,6 +423,7 @@ FrontendMessage = (
     | Decoded
     | Profiled
     | EngineStats
+    | RequestList
     | AskMetrics
     | MetricsText
     | ModelReady

@@ -231,6 +231,7 @@ class Supervisor:
         for spec in self._specs:
             facts |= self._ready[spec.name].facts
         facts["seconds"] = {name: message.seconds for name, message in self._ready.items()}
+        facts["pids"] = {"supervisor": os.getpid(), **{name: message.pid for name, message in self._ready.items()}}
         return ModelReady(
             max_model_len=facts.get("max_model_len", 0), vocab_size=facts.get("vocab_size", 0), facts=facts
         )

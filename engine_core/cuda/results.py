@@ -4,7 +4,7 @@ step. Waiting for a step is waiting for its copy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ class CudaStep:
     result: StepTokens  # what the host knows already: prompt log-probabilities
     logprobs: dict[int, int]  # index of a row that wants log-probabilities -> how many alternatives
     records: torch.Tensor | None  # pinned, if there are such rows
-    seen: Callable[[bool], None] = lambda _: None  # called once its tokens are here: whether they were waited for
+    # Called once its tokens are here, with whether they were waited for: when the device ran it, if that is known.
+    seen: Callable[[bool], tuple[int, int] | None] = lambda _: None
 
     def wait(self) -> StepTokens:
         waited = not self.done.query()
         self.done.synchronize()
-        self.seen(waited)
-        result = self.result
+        result = replace(self.result, span=self.seen(waited))
         ids: list[int] = self.tokens.tolist()
         for index, token in enumerate(ids):
             if token < 0:

@@ -58,10 +58,13 @@ class DeviceSpans:
         if self._begins:
             self._ends[turn].record()
 
-    def read(self, turn: int, waited: bool, step: int, num_tokens: int, num_rows: int) -> None:
-        """The step is complete, the oldest that was not read. `waited`: it was not when the host came to look."""
+    def read(self, turn: int, waited: bool, step: int, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
+        """When the step began and ended, None if nobody records. It is complete, the oldest that was not read.
+
+        `waited`: it was not complete when the host came to look.
+        """
         if not self._begins:
-            return
+            return None
         now, launched = self._clock(), self._launched[turn]
         begin, end = self._begins[turn], self._ends[turn]
         began = launched
@@ -78,3 +81,4 @@ class DeviceSpans:
         if self._steps % WINDOW == 0:
             self._last_ns += self._slack if self._slack < FAR_NS else 0
             self._slack = FAR_NS
+        return began, ended

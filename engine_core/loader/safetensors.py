@@ -1,8 +1,7 @@
-"""Hugging Face directories: config.json, safetensors (one file or several with an index), generation_config.json."""
+"""Hugging Face directories: safetensors, one file or several with an index."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine_core.errors import UserError
+from engine_core.loader.hf_config import read_config, read_json
 from engine_core.loader.weights import Weight
-from engine_core.models.config import ModelConfig, from_hf, token_ids
-from engine_core.models.registry import model_class
 
 EXPERT_WEIGHT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -101,21 +99,10 @@ class SafetensorsCheckpoint:
         return self._open[file]
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """The model's config with the EOS ids of config.json and generation_config.json together."""
-    config = _read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
-    eos = token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else frozenset[int]()
-    names = config.get("architectures")
-    if isinstance(names, list) and len(names) == 1:
-        model_class(str(names[0]))  # before anything else of an unknown model is looked at
-    return from_hf(config, eos)
-
-
 def _file_of_each_weight(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if index.exists():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f'{index} has no "weight_map"; download it again')
         files = {str(name): str(file) for name, file in weight_map.items()}
@@ -137,15 +124,3 @@ def _open_file(path: Path) -> _OpenFile:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or incomplete ({error}); download it again") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object")
-    return value

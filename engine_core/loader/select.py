@@ -21,7 +21,8 @@ def open_checkpoint(
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        from engine_core.loader.safetensors import SafetensorsCheckpoint, read_config
+        from engine_core.loader.hf_config import read_config
+        from engine_core.loader.safetensors import SafetensorsCheckpoint
 
         return (
             DummyCheckpoint(read_config(path), seed, device) if load_format == "dummy" else SafetensorsCheckpoint(path)

@@ -20,6 +20,7 @@ MAX_LAYERS = 10_000
 ALWAYS_SLIDES = ("MistralForCausalLM",)  # sliding_window counts without use_sliding_window
 FIRST_LAYERS_FULL = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # max_window_layers counts
 MOE = "Qwen3MoeForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", MOE)
 MAY_SLIDE = (*FIRST_LAYERS_FULL, MOE)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -130,6 +131,12 @@ def from_hf(config: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset
         windows=_hf_windows(config, architecture, num_layers, max_position),
         moe=_hf_moe(config, num_layers) if architecture == MOE else None,
     )
+
+
+def check_architecture(name: str) -> None:
+    """Raises `UserError` that lists the known architectures."""
+    if name not in ARCHITECTURES:
+        raise UserError(f"architecture {name!r} is not supported; the known ones are: {', '.join(ARCHITECTURES)}")
 
 
 def check_num_layers(count: int) -> int:

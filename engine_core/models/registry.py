@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_core.errors import UserError
+from engine_core.models.config import check_architecture
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.models.qwen2 import Qwen2ForCausalLM
 from engine_core.models.qwen3 import Qwen3ForCausalLM
@@ -19,6 +19,5 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
 
 def model_class(architecture: str) -> type[LlamaForCausalLM]:
     """Raises `UserError` that lists the known architectures."""
-    if architecture not in MODELS:
-        raise UserError(f"architecture {architecture!r} is not supported; the known ones are: {', '.join(MODELS)}")
+    check_architecture(architecture)
     return MODELS[architecture]

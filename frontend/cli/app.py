@@ -12,10 +12,12 @@ import click
 
 # Name -> (group, module that holds `COMMAND`, line of help). The help is here so that listing loads no module.
 COMMANDS = {
-    "serve": ("Serve", "frontend.cli.serve", "Start the server: OpenAI's API and a chat page."),
-    "run": ("Talk", "frontend.cli.run", "Answer one prompt in the terminal; piped input is read too."),
-    "chat": ("Talk", "frontend.cli.chat", "Talk with the model in the terminal."),
-    "bench": ("Measure", "frontend.cli.bench", "Load a server and see what clients feel; or time the engine alone."),
+    "serve": ("Use", "frontend.cli.serve", "Start the server: OpenAI's API and a chat page."),
+    "run": ("Use", "frontend.cli.run", "Answer one prompt in the terminal; piped input is read too."),
+    "chat": ("Use", "frontend.cli.chat", "Talk with the model in the terminal."),
+    "bench": ("Look inside", "frontend.cli.bench", "Load a server and see what clients feel; or time an engine."),
+    "top": ("Look inside", "frontend.cli.top", "Watch a running server: load, latency, device, requests."),
+    "explain": ("Look inside", "frontend.cli.explain", "Reckon what a model takes on a GPU, and what is possible."),
     "pull": ("Models", "frontend.cli.catalog:PULL", "Download a model now."),
     "list": ("Models", "frontend.cli.catalog:LIST", "List the models that start with no network."),
     "trace": ("Look inside", "frontend.cli.trace", "Show where time went, and who left the GPU waiting."),
@@ -64,7 +66,7 @@ class LazyGroup(click.Group):
 
 GROUP = LazyGroup(
     name="gapless",
-    help="Serve large language models, with a step loop that waits for no other process.",
+    help="Serve large language models, with nothing between the GPU's steps.",
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     no_args_is_help=True,

@@ -13,6 +13,7 @@ from frontend.cli.errors import CliError
 from frontend.cli.settings import AnswerOptions
 
 CONNECT_TIMEOUT_S = 10.0
+GET_TIMEOUT_S = 5.0
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class Client:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
-        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -53,12 +54,11 @@ class Client:
         for field in ("max_tokens", "temperature", "top_p"):
             if (value := getattr(options, field)) is not None:
                 body[field] = value
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        connection = self._connection(CONNECT_TIMEOUT_S)
         try:
             connection.connect()
             connection.sock.settimeout(None)  # a long prompt may take its time before the first token
-            connection.request("POST", self._path, msgspec.json.encode(body), self._headers)
+            connection.request("POST", f"{self._root}/v1/chat/completions", msgspec.json.encode(body), self._headers)
             yield from _pieces(connection.getresponse())
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"no answer from {self.url}: {error}") from None
@@ -66,6 +66,25 @@ class Client:
             raise ServerError(f"cannot send this: {error}") from None
         finally:
             connection.close()
+
+    def get(self, path: str) -> bytes:
+        """The body of GET `path`. Raises `ServerError`."""
+        connection = self._connection(GET_TIMEOUT_S)
+        try:
+            connection.request("GET", self._root + path, headers=self._headers | {"Accept": "*/*"})
+            response = connection.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"no answer from {self.url}: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ServerError(_error_text(body[: 1 << 20], f"{self.url} answers {path} with HTTP {response.status}"))
+        return body
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=timeout_s)
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:

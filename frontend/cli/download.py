@@ -20,6 +20,8 @@ from frontend.cli.errors import ModelError
 from frontend.cli.models import HUB_FILES, HUB_IGNORED, Alias, CachedModel, Progress
 
 CHUNK = 1 << 20
+_GATED = "{} is gated: accept its terms on the hub, then log in with `hf auth login`"
+_UNKNOWN = "the hub has no model {}, or it is private: then log in with `hf auth login`"
 
 
 def fetch_alias(alias: Alias, folder: Path, progress: Progress) -> Path:
@@ -142,11 +144,32 @@ def fetch_hub(repo: str, progress: Progress, cached: Callable[[], list[CachedMod
         with _growth(Path(constants.HF_HUB_CACHE), total, phase, progress):
             return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except errors.GatedRepoError:
-        raise ModelError(f"{repo} is gated: accept its terms on the hub, then log in with `hf auth login`") from None
+        raise ModelError(_GATED.format(repo)) from None
     except errors.RepositoryNotFoundError:
-        raise ModelError(f"the hub has no model {repo}, or it is private: then log in with `hf auth login`") from None
+        raise ModelError(_UNKNOWN.format(repo)) from None
     except (errors.HfHubHTTPError, errors.DryRunError, errors.LocalEntryNotFoundError, OSError) as error:
         raise ModelError(_offline(repo, error, cached())) from None
+
+
+def fetch_config(repo: str, progress: Progress) -> Path:
+    """Folder with the config.json of a hub repository; no weights are fetched."""
+    from huggingface_hub import errors, hf_hub_download
+
+    from frontend.cli.models import cached_models
+
+    progress(f"looking up {repo} on the hub", None)
+    try:
+        return Path(hf_hub_download(repo, "config.json")).parent
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            raise ModelError(_offline(repo, error, cached_models())) from None
+        raise ModelError(f"{repo} on the hub has no config.json") from None
+    except errors.GatedRepoError:
+        raise ModelError(_GATED.format(repo)) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(_UNKNOWN.format(repo)) from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ModelError(_offline(repo, error, cached_models())) from None
 
 
 def _hub_snapshot(repo: str) -> Path | None:

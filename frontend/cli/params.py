@@ -8,7 +8,7 @@ import click
 
 from frontend.cli.settings import OPTIONS, Option
 
-GROUP_ORDER = ("Answer", "Server", "Model", "Memory & scheduling", "Program")
+GROUP_ORDER = ("Answer", "Explain", "Server", "Model", "Memory & scheduling", "Program")
 LEFT_COLUMN = 26
 
 

@@ -21,7 +21,8 @@ max_num_seqs = 16
 ```
 
 A key or a `GAPLESS_` variable that is not listed here is an error that names the nearest one; so is a value outside
-its bounds. The settings under Answer are those of `gapless run` and `gapless chat`.
+its bounds. The settings under Answer are those of `gapless run` and `gapless chat`, those under Explain of `gapless
+explain`.
 """
 
 

@@ -48,6 +48,12 @@ class AnswerOptions(Config, frozen=True):
     ] = None
 
 
+class ExplainOptions(Config, frozen=True):
+    """What only `explain` wants to know."""
+
+    gpu: Annotated[str, option("Explain", "card to reckon with, such as h200, a100, l4, rtx4090")] = "h200"
+
+
 class Settings(Config, frozen=True):
     """All settings, checked."""
 
@@ -56,6 +62,7 @@ class Settings(Config, frozen=True):
     text: TextOptions = TextOptions()
     server: ServerOptions = ServerOptions()
     answer: AnswerOptions = AnswerOptions()
+    explain: ExplainOptions = ExplainOptions()
 
 
 class Option(msgspec.Struct, frozen=True):

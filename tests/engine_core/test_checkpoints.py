@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_core.errors import UserError
-from engine_core.loader.safetensors import read_config
+from engine_core.loader.hf_config import read_config
 from engine_core.loader.select import open_checkpoint
 from engine_core.models.config import from_hf
 from tests.engine_core.tiny_models import load, reference_logits, save_model, scattered_requests, step_logits
@@ -70,12 +70,16 @@ def test_experts_in_stacks(tmp_path: Path) -> None:
 
 
 def test_experts_in_int8_are_close(tmp_path: Path) -> None:
+    """At most positions: where a router is nearly undecided, rounding the inputs before it chooses another expert."""
     model = save_model(tmp_path, "qwen3-moe")
-    ids = [random.Random(3).randrange(320) for _ in range(40)]
+    rng = random.Random(3)
+    ids = [rng.randrange(320) for _ in range(40)]
     request = scattered_requests([ids], 16, 1024, random.Random(1))[0]
     logits = step_logits(load(tmp_path, weights="int8"), [(request, 0, 40)])[0]
     expected = reference_logits(model, ids)
-    assert (logits - expected).square().mean().sqrt() < 0.02 * expected.std()
+    errors = (logits - expected).square().mean(-1).sqrt() / expected.std()
+    assert errors.median() < 0.06
+    assert errors.max() < 0.5
 
 
 def test_eos_ids_of_both_configs(tmp_path: Path) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from engine_core.cuda.results import CudaStep
 from engine_core.cuda.spans import WINDOW, DeviceSpans
+from engine_core.plan import StepTokens
+from engine_core.usage import Host, Usage
 from ipc.recorder.reader import Record, read_ring
 from ipc.recorder.ring import Recorder, RingRecorder
 
@@ -94,8 +98,9 @@ def test_a_step_after_a_long_rest_begins_at_its_launch(tmp_path: Path) -> None:
         world.busy_until = world.now + 503 * US
         spans.end(step)
         world.now = world.busy_until + 10 * US
-        spans.read(step, True, step, 1, 1)
+        span = spans.read(step, True, step, 1, 1)
         record = read_ring(recorder.path).records[-1]
+        assert span == (record.begin, record.end)
         assert launched <= record.begin <= launched + 15 * US
         assert record.end <= world.now
 
@@ -107,4 +112,66 @@ def test_nobody_records_nothing_is_measured() -> None:
     spans = DeviceSpans(Recorder(), COUNT, no_event)
     spans.begin(0)
     spans.end(0)
-    spans.read(0, True, 1, 1, 1)
+    assert spans.read(0, True, 1, 1, 1) is None
+
+
+def test_usage_finds_the_gaps_of_overlapped_steps() -> None:
+    """As the engine drives it: a host that is late now and then leaves gaps, and they are told from busy time."""
+    world, draw = World(0.0), random.Random(2)
+    spans = DeviceSpans(_Keeps(), COUNT, world.event, world.clock)
+    usage = Usage(clock=world.clock)
+    in_flight: list[tuple[int, int]] = []
+    for step in range(1, 400):
+        turn = step % COUNT
+        usage.doing(Host.SCHEDULE)
+        world.now += draw.choice([20, 20, 20, 900]) * US  # one step in four is planned too slowly
+        usage.doing(Host.LAUNCH)
+        spans.begin(turn)
+        begin = max(world.busy_until, world.now + 3 * US)
+        world.now += 50 * US
+        world.busy_until = begin + 500 * US
+        spans.end(turn)
+        usage.launched()
+        usage.doing(Host.COLLECT)
+        world.truth.append((begin, world.busy_until))
+        in_flight.append((turn, world.busy_until))
+        if len(in_flight) == 2:
+            turn, end = in_flight.pop(0)
+            waited = end > world.now
+            world.now = max(world.now, end) + 10 * US
+            usage.landed(spans.read(turn, waited, step, 8, 8))
+    done = world.truth[:-1]
+    busy = sum(end - begin for begin, end in done)
+    gaps = sum(later[0] - earlier[1] for earlier, later in itertools.pairwise(done))
+    totals = usage.totals()
+    idle = {cause: seconds for cause, seconds in totals.idle_seconds.items() if cause != "nothing"}
+    assert gaps > 20_000 * US
+    assert totals.busy_seconds == pytest.approx(busy / 1e9, rel=1e-3)
+    assert sum(idle.values()) == pytest.approx(gaps / 1e9, rel=0.03)
+    assert idle["schedule"] > 0.9 * sum(idle.values())
+
+
+class _Keeps(Recorder):
+    keeps = True
+
+
+class _Done:
+    """An event that has happened."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_step_tells_when_it_ran() -> None:
+    seen: list[bool] = []
+
+    def read(waited: bool) -> tuple[int, int]:
+        seen.append(waited)
+        return 5, 9
+
+    step = CudaStep(_Done(), torch.tensor([7], dtype=torch.int32), StepTokens([]), {}, None, read)  # type: ignore[arg-type]
+    tokens = step.wait()
+    assert (tokens.span, tokens.token_ids, seen) == ((5, 9), [7], [False])

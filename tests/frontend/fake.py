@@ -7,6 +7,7 @@ What a request gets back is written in its prompt: "/hold" answers nothing, "/en
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from frontend.backend import Backend
 from frontend.metrics import Metrics
 from frontend.server import listen, serve
 from ipc.aio import AsyncReceiver
+from ipc.buckets import STEP_SECONDS, STEP_TOKENS
 from ipc.channel import Receiver, Sender, connect
 from ipc.codec import pack_ids, pack_request_ids, unpack_ids
 from ipc.config import Endpoints, FrontendProcessConfig
@@ -31,6 +33,7 @@ from ipc.messages import (
     Decoded,
     Deltas,
     Detail,
+    DeviceUsage,
     Encode,
     Encoded,
     Ended,
@@ -39,12 +42,15 @@ from ipc.messages import (
     Error,
     FinishReason,
     FrontendMessage,
+    ListRequests,
     ModelReady,
     Opened,
     Profile,
     Profiled,
     Prompt,
     Rejected,
+    RequestList,
+    RequestState,
     Shutdown,
     Submit,
     TextLogprob,
@@ -84,6 +90,8 @@ class Fake:
         self.beating = True  # the engine's heartbeat
         self.has_profiler = True
         self.profiled: list[bool] = []
+        self.listing = True  # it says which requests it has
+        self.questions = 0
         self._aborted: set[int] = set()
         self._frontend = Sender(endpoints.frontends[0])
         self._sending = threading.Lock()
@@ -114,7 +122,8 @@ class Fake:
             self._frontend.send(message)
 
     def ready(self) -> None:
-        self.send(ModelReady(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE))
+        facts = {"peaks": {"bytes": 2e9, "flops": 1e10}, "pids": {"frontend": os.getpid()}}
+        self.send(ModelReady(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, facts=facts))
 
     def last(self) -> Submit:
         return self.submits[-1]
@@ -136,13 +145,22 @@ class Fake:
                 self.send(stats())
 
     def _on_engine(self, message: EngineMessage) -> None:
-        if isinstance(message, Abort):
-            self._aborted.update(message.request_ids)
-            self.aborts.extend(message.request_ids)
-        elif isinstance(message, Profile):
-            self.profiled.append(message.on)
-            error = None if self.has_profiler else Error(400, "there is no CUDA device here", code="not_supported")
-            self.send(Profiled(call_id=message.call_id, error=error))
+        match message:
+            case Abort():
+                self._aborted.update(message.request_ids)
+                self.aborts.extend(message.request_ids)
+            case ListRequests() if self.listing:
+                self.questions += 1
+                requests = [
+                    RequestState(request_id, "decode", 1_500_000_000, 3, 7, 4)
+                    for submit in list(self.submits)
+                    for request_id in submit.request_ids
+                ]
+                self.send(RequestList(question=message.question, total=len(requests), requests=requests))
+            case Profile():
+                self.profiled.append(message.on)
+                error = None if self.has_profiler else Error(400, "there is no CUDA device here", code="not_supported")
+                self.send(Profiled(call_id=message.call_id, error=error))
 
     def _on_tokenizer(self, message: TokenizerMessage) -> None:
         match message:
@@ -247,10 +265,23 @@ class Fake:
         self.send(Deltas(request_ids=pack_request_ids([request_id]), num_tokens=[count], texts=[text], details=details))
 
 
+USAGE = DeviceUsage(
+    busy_seconds=8.0,
+    idle_seconds={"schedule": 0.25, "launch": 0.5, "collect": 0.25, "input": 0.5, "nothing": 2.5},
+    bytes=4e9,
+    flops=8e9,
+    step_seconds=9.0,
+    step_tokens=5000,
+    steps_by_seconds=[0] * 10 + [100] + [0] * (len(STEP_SECONDS) - 10),
+    steps_by_tokens=[60, 40] + [0] * (len(STEP_TOKENS) - 1),
+)
+
+
 def stats(step: int = 1, running: int = 0, waiting: int = 0, **fields: Any) -> EngineStats:
     known = {
         "kv_blocks_total": 100, "kv_blocks_free": 60, "kv_blocks_cached": 15, "prompt_tokens": 11, "output_tokens": 12,
         "prefix_queries": 13, "prefix_hits": 14, "preemptions": 15, "aborts": 16, "step_seconds": 0.25,
+        "usage": USAGE,
     }  # fmt: skip
     return EngineStats(step=step, running=running, waiting=waiting, **{**known, **fields})
 

@@ -11,8 +11,9 @@ import pytest
 from frontend import cold
 from frontend.metrics import Metrics
 from frontend.openai import schema
-from ipc.messages import EngineStats
+from ipc.messages import ModelReady
 from ipc.sampling import SamplingParams
+from tests.frontend.fake import stats
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -50,8 +51,8 @@ def test_every_error_code_is_named() -> None:
 
 def test_every_metric_is_named() -> None:
     metrics = Metrics("m")
-    counts = dict.fromkeys(EngineStats.__struct_fields__, 1)
-    metrics.stats = EngineStats(**counts)  # type: ignore[arg-type]
+    metrics.heard(stats())
+    metrics.ready(ModelReady(max_model_len=1, vocab_size=1, facts={"peaks": {"bytes": 1.0, "flops": 1.0}}))
     names = set(re.findall(r"^# TYPE gapless:(\w+) ", metrics.render().decode(), re.MULTILINE))
     assert len(names) > 15
     assert {name for name in names if not name.endswith("_created")} - NAMED == set()

@@ -15,7 +15,7 @@ from tests.frontend.fake import FakeServer
 KEY = "sëcret-123"
 PROTECTED = [
     "/v1/models", "/v1/models/x", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/metrics",
-    "/profile/start", "/profile/stop",
+    "/profile/start", "/profile/stop", "/requests",
     "/version", "/nothing", "/health/", "/health/../v1/models", "//health", "/Health", "/ready%2f..",
 ]  # fmt: skip
 

@@ -6,11 +6,12 @@ import re
 import tomllib
 from pathlib import Path
 
-from frontend.cli.app import COMMANDS
+import click
+
+from frontend.cli.app import COMMANDS, GROUP
 from frontend.cli.bench import COMMAND as BENCH
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
-from frontend.cli.trace import COMMAND as TRACE
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,16 +38,17 @@ def test_every_dependency_has_its_reason_and_its_pin() -> None:
     assert len(pinned) == len(set(pinned))
 
 
-def bench_flags() -> set[str]:
-    """What `gapless bench` takes beside the settings; `offline` hands its flags on to the engine's measurement."""
-    of_serve = {flag for param in BENCH.commands["serve"].params for flag in param.opts}
+def own_flags() -> set[str]:
+    """Those of commands that are no settings; `bench offline` hands its own on to the engine's measurement."""
+    context = click.Context(GROUP)
+    commands = [*(GROUP.get_command(context, name) for name in COMMANDS), *BENCH.commands.values()]
     measure = (ROOT / "engine_core" / "measure.py").read_text(encoding="utf-8")
-    return of_serve | set(re.findall(r'add_argument\("(--[a-z-]+)"', measure))
+    flags = {flag for command in commands if command for param in command.params for flag in param.opts}
+    return flags | set(re.findall(r'add_argument\("(--[a-z-]+)"', measure))
 
 
 def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:
-    flags = {flag for opt in OPTIONS.values() for flag in opt.flags} | bench_flags()
-    flags |= {flag for param in TRACE.params for flag in param.opts}
+    flags = {flag for opt in OPTIONS.values() for flag in opt.flags} | own_flags()
     variables = {opt.env for opt in OPTIONS.values()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
