@@ -1,185 +1,29 @@
-"""The engine alone, on random weights of a model's true shape: decode steps, prefill, a workload, the first token.
+"""The engine alone, on random weights of a published model's true shape.
 
     python -m bench.offline qwen3-0.6b [--device cuda] [--out bench/results/h200.jsonl] [--quick]
 
-Definitions, the same as for the peers: a decode step is (time of 257 outputs - time of 1 output) / 256 for
-prompts of 128 tokens, median of 3; prefill is the time of a prompt with one output, median of 5; the workload is 256
-prompts of 100-1024 random tokens with 100-1024 outputs each at T = 0.6. The idle share is 1 - (GPU time / wall) of
-steady decode, from the profiler's timestamps in a run of its own.
+The measurements, and their definitions, are those of `gapless bench offline`, which takes any model
+(`engine_core/measure.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 from bench.shapes import SHAPES, write_config
-from engine_core.build import build_engine
-from engine_core.engine import Engine
-from ipc.codec import pack_ids
-from ipc.config import EngineConfig
-from ipc.messages import Generate
-from ipc.sampling import SamplingParams
-
-SIZES = (1, 4, 16, 64, 256)
-
-
-def config(folder: Path, device: str) -> EngineConfig:
-    return EngineConfig(
-        model=str(folder),
-        device=device,  # type: ignore[arg-type]
-        load_format="dummy",
-        max_model_len=16384,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        kv_tokens=600_000 if device == "cuda" else 40_000,
-    )
-
-
-class Driver:
-    """Gives requests to an engine and steps it until all are done."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._vocabulary = engine.facts.vocab_size
-        self._next = 0
-
-    def prompt(self, length: int) -> list[int]:
-        return [random.randrange(10, self._vocabulary - 10) for _ in range(length)]
-
-    def run(self, prompts: Sequence[list[int]], outputs: Sequence[int], temperature: float = 0.0) -> float:
-        """Seconds until all are done."""
-        start = time.perf_counter()
-        for prompt, count in zip(prompts, outputs, strict=True):
-            self._next += 1
-            sampling = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count)
-            self.engine.add(
-                Generate(request_id=self._next, frontend=0, prompt_ids=pack_ids(prompt), sampling=sampling, arrival=0)
-            )
-        while self.engine.has_work:
-            output = self.engine.step()
-            for ended in output.finished:
-                if ended.error is not None:
-                    raise RuntimeError(ended.error.message)
-        return time.perf_counter() - start
-
-
-def decode_step(driver: Driver, size: int) -> float:
-    """Milliseconds per step at `size` sequences."""
-    prompts = [driver.prompt(128) for _ in range(size)]
-    driver.run(prompts, [257] * size)
-    times = []
-    for _ in range(3):
-        prompts = [driver.prompt(128) for _ in range(size)]
-        one = driver.run(prompts, [1] * size)
-        times.append((driver.run(prompts, [257] * size) - one) / 256)
-    return 1e3 * statistics.median(times)
-
-
-def prefill(driver: Driver, length: int) -> float:
-    """Milliseconds."""
-    driver.run([driver.prompt(length)], [1])
-    return 1e3 * statistics.median(driver.run([driver.prompt(length)], [1]) for _ in range(5))
-
-
-def workload(driver: Driver) -> float:
-    """Output tokens per second; the second of two runs."""
-    for _ in range(2):
-        random.seed(0)
-        prompts = [driver.prompt(random.randint(100, 1024)) for _ in range(256)]
-        outputs = [random.randint(100, 1024) for _ in range(256)]
-        seconds = driver.run(prompts, outputs, temperature=0.6)
-    return sum(outputs) / seconds
-
-
-def idle_share(driver: Driver, size: int) -> float:
-    """1 - GPU time / wall over steady decode steps, from the profiler's timestamps of every kernel and copy."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    prompts = [driver.prompt(128) for _ in range(size)]
-    driver.run(prompts, [80] * size)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        driver.run(prompts, [80] * size)
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    starts = [index for index, span in enumerate(spans) if "_begin" in span[2]]
-    steady = spans[starts[15] : starts[-10]]
-    busy, end = 0.0, steady[0][0]
-    for first, last, _ in steady:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return float(1 - busy / (end - steady[0][0]))
-
-
-def first_token(name: str, device: str) -> float:
-    """Seconds from the start of a new process to its first token."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "bench.offline", name, "--device", device, "--first-token"], check=True)
-    return time.perf_counter() - start
-
-
-def card() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+from engine_core.measure import measure, parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=sorted(SHAPES))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--quick", action="store_true", help="one and four sequences and a short prompt only")
-    parser.add_argument("--first-token", action="store_true", help="only load and make one token")
-    parser.add_argument("--commit", default="", help="what to write as the commit measured")
-    given = parser.parse_args()
-    random.seed(0)
-    lines: list[dict[str, Any]] = []
-
-    def emit(what: str, value: float, unit: str, **at: int) -> None:
-        line = {"model": given.model, "what": what, **at, "value": round(value, 4), "unit": unit}
-        lines.append({**line, "date": date.today().isoformat(), "card": card(), "commit": given.commit})
-        print(json.dumps(line), flush=True)
-
+    arguments = argparse.ArgumentParser(
+        parents=[parser()], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("model", choices=sorted(SHAPES))
+    given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        folder = write_config(given.model, Path(root))
-        driver = Driver(build_engine(config(folder, given.device)))
-        if given.first_token:
-            driver.run([driver.prompt(64)], [1])
-            return
-        for phase, seconds in driver.engine.facts.seconds.items():
-            emit(f"start: {phase}", seconds, "s")
-        sizes, lengths = ((1, 4), (64,)) if given.quick else (SIZES, (512, 8192))
-        for size in sizes:
-            emit("decode step", decode_step(driver, size), "ms", bs=size)
-        for length in lengths:
-            emit("prefill", prefill(driver, length), "ms", n=length)
-        if not given.quick:
-            emit("workload of 256", workload(driver), "tokens/s")
-        if given.device == "cuda":
-            for size in sizes:
-                if size != 4:
-                    emit("GPU idle share", idle_share(driver, size), "", bs=size)
-        del driver
-        emit("start to first token", first_token(given.model, given.device), "s")
-    if given.out:
-        with given.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        measure(given.model, str(write_config(given.model, Path(root))), given, dummy=True)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,21 @@ so the numbers hold block allocation, hashing and registration of full blocks, a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
+import tempfile
 import time
 from collections import deque
+from typing import Any
 
 from engine_core.engine import Engine
+from engine_core.loop import publish
 from engine_core.plan import ModelFacts, StepPlan, StepTokens
 from engine_core.request import Request
-from ipc.codec import encode, pack_ids
+from ipc.channel import Broadcast, Receiver, Sender
+from ipc.codec import pack_ids, pack_request_ids
 from ipc.config import EngineConfig
-from ipc.messages import Generate
+from ipc.messages import DetokenizerMessage, Generate, StepOutput
 from ipc.sampling import SamplingParams
 
 PROMPT = 64
@@ -102,16 +107,37 @@ def main() -> None:
     report("schedule + commit", [a + b for a, b in zip(schedule, commit, strict=True)], args.requests)
 
     engine = build(args.requests, args.steps)
-    steps, encoding = [], []
+    steps = []
     for _ in range(args.steps - 8):
         start = clock()
-        output = engine.step()
-        middle = clock()
-        encode(output)
-        encoding.append(clock() - middle)
-        steps.append(middle - start)
+        engine.step()
+        steps.append(clock() - start)
     report("engine.step without a model", steps, args.requests)
-    report("encode the output", encoding, args.requests)
+    for detokenizers in (1, 2, 4):
+        report(
+            f"publish to {detokenizers} detokenizers",
+            publishing(args.requests, args.steps, detokenizers),
+            args.requests,
+        )
+
+
+def publishing(num_requests: int, num_steps: int, detokenizers: int) -> list[int]:
+    """Nanoseconds from a step's requests and tokens to its message on its way, for each of `num_steps` steps."""
+    ids, tokens = list(range(num_requests)), [7] * num_requests
+    with tempfile.TemporaryDirectory(prefix="gb-", dir="/tmp") as folder, contextlib.ExitStack() as stack:
+        addresses = [f"ipc://{folder}/{index}" for index in range(detokenizers)]
+        inboxes = [stack.enter_context(Receiver[Any](address, DetokenizerMessage)) for address in addresses]
+        outbox = Broadcast([stack.enter_context(Sender(address)) for address in addresses])
+        times = []
+        for number in range(num_steps):
+            start = time.thread_time_ns()
+            message = StepOutput(step=number, request_ids=pack_request_ids(ids), token_ids=pack_ids(tokens))
+            publish(message, outbox)
+            times.append(time.thread_time_ns() - start)
+            for inbox in inboxes:
+                inbox.wait()
+                inbox.drain()
+        return times
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ from ipc.runtime import Child, child_main
 
 def main(config: DetokenizerProcessConfig, child: Child) -> None:
     with child.phase("loading the vocabulary"):
-        actor = DetokenizerActor(Tokenizer.from_file(config.tokenizer_json), child.recorder)
+        tokenizer, count = Tokenizer.from_file(config.tokenizer_json), len(config.endpoints.detokenizers)
+        actor = DetokenizerActor(tokenizer, config.index, count, recorder=child.recorder)
     outboxes = connect(config.endpoints, "engine", "frontends")
     gc.collect()
     gc.freeze()  # the vocabulary's tables live as long as the process
-    with Receiver[DetokenizerMessage](config.endpoints.detokenizer, DetokenizerMessage) as inbox:
+    with Receiver[DetokenizerMessage](config.endpoints.detokenizers[config.index], DetokenizerMessage) as inbox:
         child.ready({})
         run(actor, inbox, outboxes, recorder=child.recorder)
 

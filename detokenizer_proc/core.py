@@ -12,6 +12,7 @@ the engine still says about it is ignored.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -80,9 +81,13 @@ class _Request:
 
 
 class Detokenizer:
-    """State of all open requests. Feed it every `StepOutput` of one engine, in order."""
+    """State of all open requests. Feed it every `StepOutput` of one engine, in order.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Of `count` detokenizers it is number `index`: requests whose id is not `index` modulo `count` are others'.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, index: int = 0, count: int = 1) -> None:
+        self._index, self._count = index, count
         self._decoder = TextDecoder(tokenizer)
         self._spec = msgspec.msgpack.Decoder(TextSpec)
         self._requests: dict[int, _Request] = {}
@@ -94,11 +99,21 @@ class Detokenizer:
 
     def handle(self, output: StepOutput) -> Outcome:
         """Never raises for the sake of one request: that request then ends with an error of its own."""
+        return self.handle_all((output,))
+
+    def handle_all(self, outputs: Iterable[StepOutput]) -> Outcome:
+        """What these steps mean together."""
         step = _Step()
+        for output in outputs:
+            self._handle(step, output)
+        return step.outcome()
+
+    def _handle(self, step: _Step, output: StepOutput) -> None:
         ids = memoryview(output.request_ids).cast("q").tolist()
         tokens = memoryview(output.token_ids).cast("i").tolist()
         for opened in output.opened:
-            self._open(step, opened)
+            if opened.request_id % self._count == self._index:
+                self._open(step, opened)
         silent = self._silent_rows(ids, output.finished) if output.finished else frozenset()
         logprobs = {item.row: item.value for item in output.logprobs}
         requests, batches = self._requests, step.batches
@@ -124,8 +139,8 @@ class Detokenizer:
         for prompt in output.prompt_logprobs:
             self._add_prompt_logprobs(step, prompt)
         for finished in output.finished:
-            self._finish(step, finished)
-        return step.outcome()
+            if finished.request_id % self._count == self._index:
+                self._finish(step, finished)
 
     def _open(self, step: _Step, opened: Opened) -> None:
         detail = step.batch(opened.frontend).detail(opened.request_id)

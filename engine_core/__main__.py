@@ -16,7 +16,7 @@ from engine_core.loop import run
 from engine_core.peaks import measure_peaks
 from engine_core.plan import ModelFacts
 from ipc.actor import shutdown_on_sigterm
-from ipc.channel import Receiver, connect
+from ipc.channel import Broadcast, Receiver, connect
 from ipc.config import EngineOptions, EngineProcessConfig
 from ipc.messages import EngineMessage
 from ipc.runtime import Child, child_main
@@ -29,13 +29,14 @@ def main(config: EngineProcessConfig, child: Child) -> None:
     with child.phase("starting the engine"):
         engine = build_engine(config.engine, child.progress, child.recorder)
     peaks = _peaks(engine.facts, config.engine)
-    outboxes = connect(config.endpoints, "detokenizer", "frontends")
-    detokenizer = outboxes.pop("detokenizer")
+    # Each detokenizer gets every step and picks its rows: cheaper for this process than to pick them here.
+    detokenizers = Broadcast(connect(config.endpoints, "detokenizers").values())
+    frontends = connect(config.endpoints, "frontends").values()
     gc.collect()
     gc.freeze()  # what is loaded stays: later collections need not look at it
     with Receiver[EngineMessage](config.endpoints.engine, EngineMessage) as inbox, shutdown_on_sigterm(inbox):
         child.ready(ready_facts(engine, imported) | {"peaks": peaks})
-        run(engine, inbox, detokenizer, outboxes.values())
+        run(engine, inbox, detokenizers, frontends)
 
 
 def _peaks(facts: ModelFacts, options: EngineOptions) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 
 from engine_core.errors import UserError
 from ipc.config import EngineConfig
+from ipc.cores import cpu_quota
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CGROUP = Path("/sys/fs/cgroup")
@@ -47,7 +48,7 @@ def choose_threads(config: EngineConfig) -> int:
     logical, physical = psutil.cpu_count() or 1, psutil.cpu_count(logical=False) or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     cores = max(1, usable * physical // logical)
-    quota = _cpu_quota()
+    quota = cpu_quota(CGROUP)
     return max(1, min(cores, int(quota))) if quota is not None else cores
 
 
@@ -59,14 +60,6 @@ def available_memory() -> int:
     if limit is not None and used is not None:
         available = min(available, max(0, limit - used + _cgroup_file_cache()))
     return available
-
-
-def _cpu_quota() -> float | None:
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def _cgroup_file_cache() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 
 from starlette.exceptions import HTTPException
@@ -15,13 +16,12 @@ from frontend.generate import Generator
 from frontend.guard import Guard
 from frontend.http import BodyReader, ClientGone, HeaderList, Receive, Scope, Send, respond
 from frontend.metrics import Metrics
-from frontend.openai.job import Bodies, Job, Limits, chat_job, completion_job
+from frontend.openai.parse import CHAT, COMPLETIONS
+from frontend.parser.client import BodyParser
 from ipc.config import FrontendProcessConfig
 from ipc.recorder.events import PARSE
 
 logger = logging.getLogger(__name__)
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class App:
@@ -32,8 +32,8 @@ class App:
         self._metrics = metrics
         self._reader = BodyReader(config.max_body_bytes)
         self._guard = Guard(config.host, config.api_key)
-        self._bodies = Bodies()
-        self._cold = ColdRoutes(config, backend, metrics, self._bodies, self._reader)
+        self._parser = BodyParser()
+        self._cold = ColdRoutes(config, backend, self._parser, self._reader)
         self._router = Router(self._cold.routes(), redirect_slashes=False)
         self._generator = Generator(backend, self._cold.model)
 
@@ -66,22 +66,18 @@ class App:
             raise ApiError(405, f"{path} takes POST, not {scope['method']}", allow="POST")
         limits = self._backend.limits()
         async with self._reader.read(scope, receive) as body:
-            began = self._backend.recorder.begin(PARSE)
+            began = time.monotonic_ns()
             try:
-                job = self._job(path, body, limits)
+                job = await self._parser.job(path, body, limits)
             finally:
-                self._backend.recorder.end(PARSE, began, self._backend.next_id, len(body))
+                recorder = self._backend.recorder
+                recorder.span(PARSE, began, time.monotonic_ns(), self._backend.next_id, len(body))
             del body
             return await self._generator.answer(job, scope, receive, send)
 
-    def _job(self, path: str, body: bytes, limits: Limits) -> Job:
-        if path == CHAT:
-            chat = self._bodies.chat(body)
-            self._cold.check_model(chat.model)
-            return chat_job(chat, limits)
-        completion = self._bodies.completion(body)
-        self._cold.check_model(completion.model)
-        return completion_job(completion, limits)
+    async def close(self) -> None:
+        """Ends the process that it may have started."""
+        await self._parser.close()
 
     async def _refuse(self, path: str, error: ApiError, send: Send) -> None:
         self._metrics.responded(path if path in (CHAT, COMPLETIONS) else "other", error.status)

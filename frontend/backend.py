@@ -6,24 +6,31 @@ Knows nothing of HTTP. Every request submitted here gets exactly one terminal ev
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import assert_never
+from typing import assert_never, cast
+
+import msgspec
 
 from frontend.errors import ApiError, from_error
-from frontend.handle import Event, Handle
+from frontend.handle import Direct, Event, Handle
 from frontend.heartbeat import Heartbeat
 from frontend.metrics import Metrics
 from frontend.openai.job import Job, Limits
 from frontend.request_watch import RequestWatch
+from frontend.siblings import Siblings
+from ipc.channel import frontend_key, tokenizer_key
 from ipc.codec import unpack_request_ids
 from ipc.config import FrontendProcessConfig
 from ipc.mailbox import MessageTooLarge, Outbox
 from ipc.messages import (
     Abort,
+    AskMetrics,
     Decode,
     Decoded,
     Deltas,
@@ -35,6 +42,7 @@ from ipc.messages import (
     Error,
     FrontendMessage,
     Message,
+    MetricsText,
     ModelReady,
     ProcessLost,
     Profile,
@@ -46,6 +54,7 @@ from ipc.messages import (
     Submit,
     Usage,
 )
+from ipc.recorder.events import WRITE
 from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
@@ -78,13 +87,18 @@ class Backend:
         self.stopped = asyncio.Event()  # Shutdown has arrived
         self.idle = asyncio.Event()  # no request is in flight
         self.idle.set()
+        self.names = (config.served_model_name or "default", *config.model_aliases)
         self._config = config
         self._outboxes = outboxes
         self._metrics = metrics
         self._handles: dict[int, Handle] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
+        others = (i for i in range(len(config.endpoints.frontends)) if i != config.index)
+        self.siblings = Siblings(config.index, {i: outboxes[frontend_key(i)] for i in others}, metrics)
+        self._tokenizers = itertools.cycle(tokenizer_key(i) for i in range(len(config.endpoints.tokenizers)))
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
+        self._unflushed: list[Direct] = []
         self.requests = RequestWatch(config.index, outboxes["engine"])
 
     @property
@@ -98,7 +112,7 @@ class Backend:
         """Raises `ApiError` 503 unless requests can be accepted now."""
         if self.phase is not Phase.READY or self.model is None:
             raise ApiError(503, self.phase.value, code="not_ready", retry_after=2)
-        return Limits(self.model.max_model_len, self.model.vocab_size)
+        return Limits(self.model.max_model_len, self.model.vocab_size, self.names)
 
     def stalled(self) -> str | None:
         """Why the server cannot answer now; None if it is ready and the engine makes progress."""
@@ -121,9 +135,8 @@ class Backend:
         try:
             for i, prompt in enumerate(job.prompts):
                 first = handle.first_id + i * n
-                self._send(
-                    "tokenizer", self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
-                )
+                message = self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
+                self._send(next(self._tokenizers), message)
         except ApiError:
             self.cancel(handle)
             raise
@@ -140,10 +153,11 @@ class Backend:
             self._metrics.cancelled(len(ids))
             self._send("engine", Abort(request_ids=ids))
 
-    async def encode(self, prompt: Prompt) -> Encoded:
-        """Raises `ApiError`."""
+    async def encode(self, prompt: msgspec.Raw) -> Encoded:
+        """`prompt`: an encoded `Prompt`. Raises `ApiError`."""
         call_id = self._take_ids(1)
-        answer = await self._call(call_id, Encode(call_id=call_id, frontend=self._config.index, prompt=prompt))
+        message = Encode(call_id=call_id, frontend=self._config.index, prompt=cast(Prompt, prompt))
+        answer = await self._call(call_id, message)
         assert isinstance(answer, Encoded)
         return answer
 
@@ -163,6 +177,22 @@ class Backend:
     # --- told by the other processes --------------------------------------------------------------------------------
 
     def deliver(self, batch: Iterable[FrontendMessage]) -> None:
+        """One wake-up: each stream's connection is written at most once, at the end."""
+        try:
+            self._dispatch(batch)
+        finally:
+            if self._unflushed:
+                self._flush()
+
+    def _flush(self) -> None:
+        began = self.recorder.begin(WRITE)
+        for direct in self._unflushed:
+            direct.flush()
+        # One span for all streams, and of none: a request's own are those of its first and last event.
+        self.recorder.end(WRITE, began, -1, 0, len(self._unflushed))
+        self._unflushed.clear()
+
+    def _dispatch(self, batch: Iterable[FrontendMessage]) -> None:
         for message in batch:
             match message:
                 case Deltas():
@@ -177,6 +207,8 @@ class Backend:
                 case EngineStats():
                     self._heartbeat.beat(message)
                     self._metrics.heard(message)
+                case AskMetrics() | MetricsText():
+                    self.siblings.deliver(message)
                 case RequestList():
                     self.requests.deliver(message)
                 case ModelReady():
@@ -210,19 +242,38 @@ class Backend:
         now = time.monotonic_ns()
         details = {detail.row: detail for detail in message.details}
         ids = unpack_request_ids(message.request_ids)
+        handles, gap = self._handles, self._metrics.inter_token
         for row, (request_id, text, count) in enumerate(zip(ids, message.texts, message.num_tokens, strict=False)):
-            handle = self._handles.get(request_id)
+            handle = handles.get(request_id)
             if handle is None:  # cancelled
                 continue
             choice = request_id - handle.first_id
-            detail = details.get(row)
-            if count:
-                self._metrics.tokens(now, handle.arrival, handle.last_token[choice], count)
-                handle.last_token[choice] = now
-            if detail is not None:
-                self._note(request_id, choice, handle, detail, now)
+            last = handle.last_token[choice]
+            # The plain case first: this loop is what the process spends its time on.
+            if last and row not in details:
+                if count:
+                    gap(now - last, count)
+                    handle.last_token[choice] = now
+                if (direct := handle.direct) is not None and not direct.blocked:
+                    if direct.add(choice, text):
+                        self._unflushed.append(direct)
+                    continue
+                detail = None
+            else:
+                detail = details.get(row)
+                if count:
+                    self._count(handle, choice, now, last, count)
+                if detail is not None:
+                    self._note(request_id, choice, handle, detail, now)
             if not handle.push(Event(choice, text, count, detail)):
                 self._drop(handle)
+
+    def _count(self, handle: Handle, choice: int, now: int, last: int, count: int) -> None:
+        if last:
+            self._metrics.inter_token(now - last, count)
+        else:
+            self._metrics.first_token(now - handle.arrival)
+        handle.last_token[choice] = now
 
     def _note(self, request_id: int, choice: int, handle: Handle, detail: Detail, now: int) -> None:
         if detail.opened is not None:
@@ -259,13 +310,13 @@ class Backend:
             self.idle.set()
         return handle
 
-    async def _call(self, call_id: int, message: Message, to: str = "tokenizer") -> Answer:
+    async def _call(self, call_id: int, message: Message, to: str | None = None) -> Answer:
         self.limits()
         self._check_room(1)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(to, message)
+            self._send(to or next(self._tokenizers), message)
             answer = await future
         finally:
             self._calls.pop(call_id, None)
@@ -275,12 +326,14 @@ class Backend:
 
     def _check_room(self, wanted: int) -> None:
         limit = self._config.max_queued_requests
-        used = len(self._handles) + len(self._calls)
         if wanted > limit:
             raise ApiError(400, f"prompts times n must be at most {limit} on this server, got {wanted}", "n")
-        if used + wanted > limit:
+        used = len(self._handles) + len(self._calls)
+        share = math.ceil(limit / len(self._config.endpoints.frontends))
+        # A request that is larger than this frontend's share still gets its turn when the frontend has nothing else.
+        if used and used + wanted > share:
             raise ApiError(
-                503, f"{used} requests are in progress, the limit is {limit}", code="overloaded", retry_after=1
+                503, f"{used} requests are in progress, the limit is {share}", code="overloaded", retry_after=1
             )
 
     def _take_ids(self, count: int) -> int:
@@ -288,11 +341,11 @@ class Backend:
         self._next_id += count
         return first
 
-    def _submit_message(self, job: Job, prompt: Prompt, ids: list[int], arrival: int) -> Submit:
+    def _submit_message(self, job: Job, prompt: msgspec.Raw, ids: list[int], arrival: int) -> Submit:
         return Submit(
             request_ids=ids,
             frontend=self._config.index,
-            prompt=prompt,
+            prompt=cast(Prompt, prompt),  # encoded already; as part of a message it looks the same
             sampling=job.sampling,
             arrival=arrival,
             priority=job.priority,

@@ -17,29 +17,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.backend import Backend
-from frontend.errors import ApiError, shown
+from frontend.errors import ApiError
 from frontend.http import BodyReader
-from frontend.metrics import Metrics
-from frontend.openai.job import Bodies, Limits
-from frontend.openai.prompts import chat_prompt, check_length, token_bytes
-from frontend.openai.schema import TokenizeRequest
+from frontend.openai.job import check_model
+from frontend.openai.parse import DETOKENIZE, TOKENIZE
+from frontend.parser.client import BodyParser
 from ipc.codec import unpack_ids
 from ipc.config import FrontendProcessConfig
-from ipc.messages import Prompt, RequestState, TextPrompt
+from ipc.messages import RequestState
 
 
 class ColdRoutes:
     """`routes` is the table; methods are the endpoints. All raise `ApiError`."""
 
-    def __init__(
-        self, config: FrontendProcessConfig, backend: Backend, metrics: Metrics, bodies: Bodies, reader: BodyReader
-    ) -> None:
-        self.model = config.served_model_name or "default"
-        self._names = {self.model, *config.model_aliases}
+    def __init__(self, config: FrontendProcessConfig, backend: Backend, parser: BodyParser, reader: BodyReader) -> None:
+        self.model = backend.names[0]
         self._reader = reader
         self._backend = backend
-        self._metrics = metrics
-        self._bodies = bodies
+        self._parser = parser
         self._created = int(time.time())
         self._page, self._page_headers = load_page()
 
@@ -53,21 +48,11 @@ class ColdRoutes:
             Route("/requests", self.requests, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.one_model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route(TOKENIZE, self.tokenize, methods=["POST"]),
+            Route(DETOKENIZE, self.detokenize, methods=["POST"]),
             Route("/profile/start", self.profile_start, methods=["POST"]),
             Route("/profile/stop", self.profile_stop, methods=["POST"]),
         ]
-
-    def check_model(self, name: str | None) -> None:
-        """Absent, the served name, or one of its aliases."""
-        if name and name not in self._names:
-            raise ApiError(
-                404,
-                f"the model {shown(name)} does not exist, this server has {self.model!r}",
-                param="model",
-                code="model_not_found",
-            )
 
     async def page(self, _: Request) -> Response:
         return Response(self._page, headers=self._page_headers, media_type="text/html")
@@ -86,7 +71,8 @@ class ColdRoutes:
         return _json({"version": package_version()})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        text = await self._backend.siblings.metrics_text()
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def requests(self, _: Request) -> Response:
         """Those in the engine. Nothing of what they say."""
@@ -100,24 +86,14 @@ class ColdRoutes:
         return _json({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
-        self.check_model(request.path_params["model"])
+        check_model(request.path_params["model"], self._backend.limits())
         return _json(self._card())
 
     async def tokenize(self, request: Request) -> Response:
         limits = self._backend.limits()
         async with self._reader.read(request.scope, request.receive) as body:
-            return await self._tokenize(self._bodies.tokenize(body), limits)
-
-    async def _tokenize(self, wanted: TokenizeRequest, limits: Limits) -> Response:
-        self.check_model(wanted.model)
-        if (wanted.prompt is None) == (wanted.messages is None):
-            raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
-        prompt: Prompt
-        if wanted.messages is not None:
-            prompt = chat_prompt(wanted, wanted.messages)
-        else:
-            prompt = TextPrompt(wanted.prompt or "", wanted.add_special_tokens is not False)
-        encoded = await self._backend.encode(prompt)
+            wanted = await self._parser.tokenize(body, limits)
+            encoded = await self._backend.encode(wanted.prompt)
         ids = unpack_ids(encoded.ids)
         return _json(
             {
@@ -131,11 +107,8 @@ class ColdRoutes:
     async def detokenize(self, request: Request) -> Response:
         limits = self._backend.limits()
         async with self._reader.read(request.scope, request.receive) as body:
-            wanted = self._bodies.detokenize(body)
-        self.check_model(wanted.model)
-        check_length("tokens", wanted.tokens, limits.max_model_len)
-        ids = token_bytes("tokens", wanted.tokens, limits.vocab_size)
-        decoded = await self._backend.decode(ids, bool(wanted.skip_special_tokens))
+            wanted = await self._parser.detokenize(body, limits)
+        decoded = await self._backend.decode(wanted.ids, wanted.skip_special_tokens)
         return _json({"prompt": decoded.text})
 
     async def profile_start(self, _: Request) -> Response:

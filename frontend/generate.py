@@ -7,10 +7,10 @@ import asyncio
 from frontend.backend import Backend
 from frontend.errors import from_error
 from frontend.handle import Event, Handle
-from frontend.http import ABORT, HeaderList, Receive, Scope, Send, respond
+from frontend.http import CONNECTION, Connection, HeaderList, Receive, Scope, Send, respond
 from frontend.openai.answer import Choice, Identity, body, failure
 from frontend.openai.job import Job
-from frontend.stream import HEADERS, Chunks, error_events
+from frontend.stream import HEADERS, Chunks, DirectText, error_events
 from ipc.messages import Error
 from ipc.recorder.events import NAMED, WRITE, name_words
 
@@ -30,11 +30,14 @@ class Generator:
         identity = Identity.new(job, self._model)
         handle = self._backend.submit(job)
         self._recorder.mark(NAMED, handle.first_id, *name_words(identity.id), job.num_choices)
-        handle.on_overflow = scope.get("extensions", {}).get(ABORT)
+        connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+        if connection is not None:
+            handle.on_overflow = connection.cut
         watcher = asyncio.ensure_future(self._watch(receive, handle))
         try:
-            run = self._stream if job.stream else self._whole
-            return await run(job, identity, handle, send)
+            if job.stream:
+                return await self._stream(job, identity, handle, send, connection)
+            return await self._whole(job, identity, handle, send)
         finally:
             watcher.cancel()
             self._backend.cancel(handle)  # whatever went wrong, nothing is left running
@@ -62,7 +65,9 @@ class Generator:
         self._recorder.end(WRITE, began, handle.first_id, len(data), 1)
         return 200
 
-    async def _stream(self, job: Job, identity: Identity, handle: Handle, send: Send) -> int | None:
+    async def _stream(
+        self, job: Job, identity: Identity, handle: Handle, send: Send, connection: Connection | None
+    ) -> int | None:
         chunks = Chunks(job, identity)
         started = False
         while True:
@@ -78,6 +83,8 @@ class Generator:
                 started = True
                 headers: HeaderList = [*HEADERS, _request_id(identity)]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
+                if connection is not None:
+                    handle.begin(DirectText(chunks, connection))
             data = chunks.render(events[:failed_at])
             if error is not None:
                 data += error_events(error)

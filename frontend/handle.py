@@ -1,11 +1,18 @@
-"""One HTTP request as the route sees it: an async source of events, with a bound on what may pile up in it."""
+"""One HTTP request as the route sees it: an async source of events, with a bound on what may pile up in it.
+
+Plain text of a stream that keeps up takes a short cut: `direct` writes it to the connection, and no task is woken.
+
+    route waits in `next`, stream begun, nothing queued     text goes to `direct`
+    anything else (start, end, log-probabilities, a slow    events queue, `next` returns them and `direct` is off
+    client whose connection takes no more)                  until the route waits again
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ipc.messages import Detail
 
@@ -20,6 +27,22 @@ class Event(NamedTuple):
     text: str
     num_tokens: int
     detail: Detail | None
+
+
+class Direct(Protocol):
+    """A connection that takes text at once and writes it when `flush` is called."""
+
+    @property
+    def blocked(self) -> bool:
+        """The client is behind: the connection takes no more for now."""
+
+    def add(self, choice: int, text: str) -> bool:
+        """True: the first text since the last `flush`, which the caller has to see to."""
+
+    def flush(self) -> None: ...
+
+    def take_back(self) -> list[tuple[int, str]]:
+        """The text per choice that is not yet written; it will not be."""
 
 
 class Handle:
@@ -37,6 +60,8 @@ class Handle:
         self.first_token: dict[int, tuple[int, int]] = {}  # choice -> when its first came, ns it had been queued
         self.closed = False
         self.on_overflow: Callable[[], None] | None = None  # cuts the connection, whose writer may be blocked
+        self.direct: Direct | None = None  # set while the route waits for a stream that has begun
+        self._begun: Direct | None = None
         self._limit = buffer_bytes
         self._buffered = 0
         self._events: list[Event] = []
@@ -46,6 +71,9 @@ class Handle:
         """False: the reader is so far behind that the bound is passed."""
         if self.closed:
             return True
+        if self.direct is not None:  # what comes now is behind the text that it holds
+            self._events += [Event(choice, text, 0, None) for choice, text in self.direct.take_back()]
+            self.direct = None
         self._events.append(event)
         self._buffered += _EVENT_BYTES + len(event.text)
         if event.detail is not None:
@@ -54,16 +82,24 @@ class Handle:
         self._news.set()
         return self._buffered <= self._limit
 
+    def begin(self, direct: Direct) -> None:
+        """From the next `next` on, plain text may go straight to `direct`. The first event must have been sent."""
+        self._begun = direct
+
     async def next(self) -> list[Event]:
         """All events that arrived since the last call, waiting for the first; empty when closed."""
         while not self._events and not self.closed:
-            await self._news.wait()
             self._news.clear()
+            self.direct = self._begun
+            await self._news.wait()
         events, self._events, self._buffered = self._events, [], 0
         return [] if self.closed else events
 
     def close(self) -> None:
         self.closed = True
+        if self.direct is not None:
+            self.direct.take_back()
+            self.direct = None
         self._events.clear()
         self._news.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,7 +20,23 @@ MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 30.0  # from a connection's start, or the first byte of its next request, to the end of the headers
 BODY_SECONDS = 30.0  # between two pieces of a body
 BODIES_AT_ONCE = 8  # so many bodies of the largest size fit into memory together
-ABORT = "gapless.abort"  # scope extension: cut the connection even if its writer is blocked
+# Scope extension: the `Connection` of the request.
+CONNECTION = "gapless.connection"
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(4096)]
+
+
+class Connection(Protocol):
+    """What ASGI has no words for. Optional: without it everything goes through `send`."""
+
+    @property
+    def blocked(self) -> bool:
+        """So much is unread by the client that it should be sent no more for now."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """More of a response whose headers were sent by `send`, with no length; `send` sends the last of it."""
+
+    def cut(self) -> None:
+        """Close the connection, even if its writer is blocked."""
 
 
 class ClientGone(Exception):
@@ -87,7 +103,9 @@ async def respond(send: Send, status: int, headers: HeaderList, body: bytes) -> 
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with a bound on the size of headers, on the time they take, and a way to cut a connection."""
+    """uvicorn's protocol, with a bound on the size of headers, on the time they take, and short cuts to the connection.
+
+    It is the request's `Connection`: a `send` costs more than what it sends when that is one token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,12 +128,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
 
+    @property
+    def blocked(self) -> bool:
+        return self.flow.write_paused
+
+    def write_chunk(self, data: bytes) -> None:
+        size = len(data)
+        head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+        self.transport.write(b"".join((head, data, b"\r\n")))
+
+    def cut(self) -> None:
+        self.transport.abort()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
         if self._header_timer is None:  # not the connection's first request
             self._start_timer()
-        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         self._in_headers = False

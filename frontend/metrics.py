@@ -6,7 +6,7 @@ What the engine counts arrives with its heartbeat; what clients feel is measured
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -14,6 +14,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from frontend.buckets import ITL, LATENCY, TOKENS, TTFT
+from frontend.lean_histogram import LeanHistogram
+from frontend.totals import Totals
 from frontend.usage_metrics import ProcessCollector, UsageCollector
 from frontend.vllm_names import with_vllm_names
 from ipc.messages import Ended, EngineStats, ModelReady
@@ -32,7 +34,9 @@ class Metrics:
             return family.labels(model)
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", TTFT)
-        self._itl = histogram("inter_token_latency_seconds", "Time between tokens of one answer", ITL)
+        itl = LeanHistogram("gapless:inter_token_latency_seconds", "Time between tokens of one answer", model, ITL)
+        self.registry.register(itl)
+        self.inter_token = itl.observe
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end of the answer", LATENCY)
         self._queue = histogram("request_queue_time_seconds", "Arrival to the first step", LATENCY)
         self._prefill = histogram("request_prefill_time_seconds", "First step to first token", LATENCY)
@@ -80,12 +84,8 @@ class Metrics:
     def opened(self, queued_ns: int) -> None:
         self._queue.observe(queued_ns / 1e9)
 
-    def tokens(self, now: int, arrival: int, last: int, count: int) -> None:
-        """`count` tokens of one answer have come; `last` is when the ones before came, 0 for the first."""
-        if last == 0:
-            self._ttft.observe((now - arrival) / 1e9)
-        else:
-            self._itl.observe((now - last) / 1e9 / count)
+    def first_token(self, waited_ns: int) -> None:
+        self._ttft.observe(waited_ns / 1e9)
 
     def ended(self, ended: Ended, duration_ns: int) -> None:
         self._in_flight.dec()
@@ -110,9 +110,15 @@ class Metrics:
     def responded(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def render(self) -> bytes:
-        """The text exposition format."""
-        return with_vllm_names(generate_latest(self.registry) + generate_latest(self._whole))
+    def own(self) -> bytes:
+        """What this frontend counts, in the text exposition format: what is of the whole server is not in it."""
+        return generate_latest(self.registry)
+
+    def render(self, others: Iterable[bytes] = ()) -> bytes:
+        """The text exposition format, with the sums over this frontend and `others`, each as its `own`."""
+        others = list(others)
+        own = generate_latest(Totals([self.own(), *others])) if others else self.own()
+        return with_vllm_names(own + generate_latest(self._whole))
 
 
 class _EngineCollector(Collector):

@@ -27,8 +27,15 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. Raises `UserError` if the address cannot be had."""
+def listen(host: str, port: int, *, shared: bool = False, first: bool = True) -> socket.socket:
+    """A bound, listening socket. Raises `UserError` if the address cannot be had.
+
+    `shared`: several frontends bind the same port and the kernel spreads new connections over them. `first` is the one
+    that finds out whether somebody else has it: two sockets that both share are no conflict for the kernel, even if
+    they are two servers.
+    """
+    if shared and first and port:
+        listen(host, port).close()
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -36,6 +43,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}: {error.strerror or error}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
@@ -85,6 +94,7 @@ async def serve(
         for task in (reader, stopper):
             task.cancel()
         await asyncio.gather(reader, stopper, return_exceptions=True)
+        await app.close()
     if not reader.cancelled():
         reader.result()
 

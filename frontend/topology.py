@@ -2,8 +2,9 @@
 
     frontend · tokenizer_proc · engine_core     start at once, side by side
     detokenizer_proc                            once the tokenizer is Ready: it reads the tokenizer.json left there
+    frontend.1 and further                      once the first one is Ready: they listen on its port
 
-They stop in that order, so that nobody's results go to someone who is gone.
+They stop in that order, all frontends together, so that nobody's results go to someone who is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from ipc.config import (
     TextOptions,
     TokenizerProcessConfig,
 )
+from ipc.cores import default_frontends, default_text_processes, usable_cores
 from ipc.messages import Progress
 from ipc.processes import Facts, ProcessSpec
 from ipc.recorder.store import open_recordings
@@ -54,58 +56,88 @@ class LaunchConfig(Config, frozen=True):
     log_level: str = "WARNING"
 
 
-def endpoints(run_dir: RunDirectory) -> Endpoints:
-    return Endpoints(
-        supervisor=run_dir.address("supervisor"),
-        tokenizer=run_dir.address("tokenizer"),
-        engine=run_dir.address("engine"),
-        detokenizer=run_dir.address("detokenizer"),
-        frontends=(run_dir.address("frontend.0"),),
+def endpoints(server: ServerOptions, run_dir: RunDirectory) -> Endpoints:
+    """One inbox per process; how many there are of each is the user's choice, or follows from the cores."""
+    cores = usable_cores()
+    return Endpoints.make(
+        run_dir.address,
+        frontends=server.frontend_procs or default_frontends(cores),
+        tokenizers=server.tokenizer_procs or default_text_processes(cores),
+        detokenizers=server.detokenizer_procs or default_text_processes(cores),
     )
+
+
+def numbered(name: str, index: int) -> str:
+    """The name of a process: the first of its kind has the plain one."""
+    return f"{name}.{index}" if index else name
 
 
 def process_specs(launch: LaunchConfig, run_dir: RunDirectory) -> list[ProcessSpec]:
-    """The four processes, in the order in which they are stopped."""
-    ends = endpoints(run_dir)
+    """All processes, in the order in which they are stopped."""
+    ends = endpoints(launch.server, run_dir)
     env = {LOG_LEVEL_ENV: launch.log_level}
-    frontend = FrontendProcessConfig(
-        index=0,
-        endpoints=ends,
-        model_aliases=launch.model_aliases,
-        grace_seconds=launch.grace_seconds,
-        **_fields(launch.server),
-    )
-    tokenizer = TokenizerProcessConfig(
-        model=launch.model, endpoints=ends, run_dir=str(run_dir.path), **_fields(launch.text)
-    )
     engine = EngineProcessConfig(engine=EngineConfig(model=launch.model, **_fields(launch.engine)), endpoints=ends)
-
-    def detokenizer(ready: Facts) -> DetokenizerProcessConfig:
-        return DetokenizerProcessConfig(tokenizer_json=ready["tokenizer_proc"].facts["tokenizer_json"], endpoints=ends)
-
     return [
-        ProcessSpec(
-            name="frontend",
-            module="frontend",
-            address=ends.frontends[0],
-            config=lambda _: frontend,
-            serves_clients=True,
-            stop_grace_s=launch.grace_seconds + _GRACE_MARGIN_S,
-            env=env,
-        ),
-        ProcessSpec(
-            name="tokenizer_proc", module="tokenizer_proc", address=ends.tokenizer, config=lambda _: tokenizer, env=env
-        ),
+        *(_frontend(launch, ends, index, env) for index in range(len(ends.frontends))),
+        *(_tokenizer(launch, ends, run_dir, index, env) for index in range(len(ends.tokenizers))),
         ProcessSpec(name="engine_core", module="engine_core", address=ends.engine, config=lambda _: engine, env=env),
-        ProcessSpec(
-            name="detokenizer_proc",
-            module="detokenizer_proc",
-            address=ends.detokenizer,
-            config=detokenizer,
-            after=("tokenizer_proc",),
-            env=env,
-        ),
+        *(_detokenizer(ends, index, env) for index in range(len(ends.detokenizers))),
     ]
+
+
+def _frontend(launch: LaunchConfig, ends: Endpoints, index: int, env: Mapping[str, str]) -> ProcessSpec:
+    def config(ready: Facts) -> FrontendProcessConfig:
+        fields = _fields(launch.server)
+        if index:
+            fields["port"] = ready["frontend"].facts["port"]  # which the user may have left to the kernel
+        return FrontendProcessConfig(
+            index=index,
+            endpoints=ends,
+            model_aliases=launch.model_aliases,
+            grace_seconds=launch.grace_seconds,
+            **fields,
+        )
+
+    return ProcessSpec(
+        name=numbered("frontend", index),
+        module="frontend",
+        address=ends.frontends[index],
+        config=config,
+        after=("frontend",) if index else (),
+        serves_clients=True,
+        stop_grace_s=launch.grace_seconds + _GRACE_MARGIN_S,
+        env=env,
+    )
+
+
+def _tokenizer(
+    launch: LaunchConfig, ends: Endpoints, run_dir: RunDirectory, index: int, env: Mapping[str, str]
+) -> ProcessSpec:
+    config = TokenizerProcessConfig(
+        index=index, model=launch.model, endpoints=ends, run_dir=str(run_dir.path), **_fields(launch.text)
+    )
+    return ProcessSpec(
+        name=numbered("tokenizer_proc", index),
+        module="tokenizer_proc",
+        address=ends.tokenizers[index],
+        config=lambda _: config,
+        env=env,
+    )
+
+
+def _detokenizer(ends: Endpoints, index: int, env: Mapping[str, str]) -> ProcessSpec:
+    def config(ready: Facts) -> DetokenizerProcessConfig:
+        tokenizer_json = ready["tokenizer_proc"].facts["tokenizer_json"]
+        return DetokenizerProcessConfig(index=index, tokenizer_json=tokenizer_json, endpoints=ends)
+
+    return ProcessSpec(
+        name=numbered("detokenizer_proc", index),
+        module="detokenizer_proc",
+        address=ends.detokenizers[index],
+        config=config,
+        after=("tokenizer_proc",),
+        env=env,
+    )
 
 
 def serve(

@@ -29,6 +29,7 @@ class AsyncReceiver(Generic[T]):
     async def __aiter__(self) -> AsyncIterator[list[T]]:
         while True:
             yield await self.receive()
+            await asyncio.sleep(0)  # under load a batch is always here already: let everything else have its turn
 
     def close(self) -> None:
         self._receiver.close()

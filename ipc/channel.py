@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +31,7 @@ _PREFIX = "ipc://"
 _MAX_PATH = 107  # sockaddr_un holds 108 bytes, one of them the terminator
 _DROP_LOG_INTERVAL_S = 10.0
 _LINGER_MS = 1000
-_RECONNECT_MS, _RECONNECT_MAX_MS = 10, 200
+_RECONNECT_MS, _RECONNECT_MAX_MS = 5, 20  # the first request waits for the last of these
 
 
 class AddressInUse(OSError):
@@ -178,9 +179,16 @@ class Sender:
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises `MessageTooLarge` (the receiver would cut us off), and what `encode` raises."""
+        self.send_encoded(self.encode(message))
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        """What `send` would send; raises what it raises."""
         data = encode(message)
         if len(data) > self._max_bytes:
             raise MessageTooLarge(f"{type(message).__name__} has {len(data)} bytes, the limit is {self._max_bytes}")
+        return data
+
+    def send_encoded(self, data: bytes) -> None:
         self._socket.send(data, zmq.NOBLOCK)
 
     def close(self, linger_s: float = _LINGER_MS / 1000) -> None:
@@ -195,19 +203,42 @@ class Sender:
         self.close()
 
 
+class Broadcast:
+    """An outbox to several inboxes, where every message goes to all: it is encoded once."""
+
+    def __init__(self, senders: Iterable[Sender]) -> None:
+        self._senders = tuple(senders)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises what `Sender.send` raises, then nobody got it."""
+        if self._senders:
+            data = self._senders[0].encode(message)
+            for sender in self._senders:
+                sender.send_encoded(data)
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+
+
 def frontend_key(index: int) -> str:
     """Name of a frontend's outbox in `connect`."""
     return f"frontend.{index}"
 
 
+def tokenizer_key(index: int) -> str:
+    return f"tokenizer.{index}"
+
+
 def connect(endpoints: Endpoints, *names: str) -> dict[str, Sender]:
-    """Senders by name: "supervisor", "tokenizer", "engine", "detokenizer"; "frontends": all `frontend_key(i)`."""
+    """Senders by name: "supervisor", "engine"; of "frontends", "tokenizers" and "detokenizers" all, as "frontend.0"."""
     senders: dict[str, Sender] = {}
     for name in names:
-        if name == "frontends":
-            senders |= {frontend_key(i): Sender(address) for i, address in enumerate(endpoints.frontends)}
+        address = getattr(endpoints, name)
+        if isinstance(address, str):
+            senders[name] = Sender(address)
         else:
-            senders[name] = Sender(getattr(endpoints, name))
+            senders |= {f"{name[:-1]}.{i}": Sender(each) for i, each in enumerate(address)}
     return senders
 
 

@@ -5,12 +5,14 @@ A process is started as `python -m <module> <path>`, where the file holds its st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+ProcessCount = Annotated[int, Meta(ge=1, le=1024)]
 Limit = Annotated[float, Meta(gt=0.0, le=1e9)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 
@@ -28,10 +30,23 @@ class Endpoints(Config, frozen=True):
     """Inbox addresses (ipc:// paths in the run directory)."""
 
     supervisor: str
-    tokenizer: str
+    tokenizers: tuple[str, ...]
     engine: str
-    detokenizer: str
+    detokenizers: tuple[str, ...]  # the one of a request: its id modulo their number
     frontends: tuple[str, ...]
+
+    @classmethod
+    def make(
+        cls, address: Callable[[str], str], *, frontends: int = 1, tokenizers: int = 1, detokenizers: int = 1
+    ) -> Endpoints:
+        """`address` turns a name into an address, such as `RunDirectory.address`."""
+        return cls(
+            supervisor=address("supervisor"),
+            tokenizers=tuple(address(f"tokenizer.{i}") for i in range(tokenizers)),
+            engine=address("engine"),
+            detokenizers=tuple(address(f"detokenizer.{i}") for i in range(detokenizers)),
+            frontends=tuple(address(f"frontend.{i}") for i in range(frontends)),
+        )
 
 
 class EngineOptions(Config, frozen=True):
@@ -94,12 +109,14 @@ class TextOptions(Config, frozen=True):
 
 
 class TokenizerProcessConfig(TextOptions, frozen=True, kw_only=True):
+    index: int = 0
     model: str
     endpoints: Endpoints
-    run_dir: str  # where tokenizer.json is left for the detokenizer
+    run_dir: str  # where the first one leaves tokenizer.json for the detokenizers
 
 
-class DetokenizerProcessConfig(Config, frozen=True):
+class DetokenizerProcessConfig(Config, frozen=True, kw_only=True):
+    index: int = 0
     tokenizer_json: str
     endpoints: Endpoints
 
@@ -116,6 +133,9 @@ class ServerOptions(Config, frozen=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1), option("Server", "largest request body; then 413")] = (
         32 * 2**20
     )
+    frontend_procs: Annotated[ProcessCount | None, option("Server", "HTTP processes on one port [cores / 4]")] = None
+    tokenizer_procs: Annotated[ProcessCount | None, option("Server", "processes for text to ids [cores / 8]")] = None
+    detokenizer_procs: Annotated[ProcessCount | None, option("Server", "processes for ids to text [cores / 8]")] = None
     stream_buffer_bytes: Annotated[
         int, Meta(ge=1024, le=2**31 - 1), option("Server", "unread bytes that drop a slow client")
     ] = 1 << 20

@@ -342,6 +342,21 @@ class RequestList(Message, frozen=True):
     requests: list[RequestState]  # the oldest ones
 
 
+class AskMetrics(Message, frozen=True):
+    """From another frontend that was asked for /metrics: answer with `MetricsText`."""
+
+    question: Count  # repeated in the answer
+    frontend: FrontendIndex
+
+
+class MetricsText(Message, frozen=True):
+    """What that frontend counts, in Prometheus' text format."""
+
+    question: Count
+    frontend: FrontendIndex
+    text: bytes
+
+
 class ModelReady(Message, frozen=True):
     """The supervisor has heard Ready from every process: requests are accepted from now on."""
 
@@ -402,6 +417,17 @@ TokenizerMessage = Submit | Encode | Decode | Shutdown
 EngineMessage = Generate | Abort | Profile | ListRequests | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
 FrontendMessage = (
-    Deltas | Rejected | Encoded | Decoded | Profiled | EngineStats | RequestList | ModelReady | ProcessLost | Shutdown
+    Deltas
+    | Rejected
+    | Encoded
+    | Decoded
+    | Profiled
+    | EngineStats
+    | RequestList
+    | AskMetrics
+    | MetricsText
+    | ModelReady
+    | ProcessLost
+    | Shutdown
 )
 SupervisorMessage = Progress | Ready | Serving | StartFailed

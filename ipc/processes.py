@@ -147,7 +147,12 @@ class ChildProcess:
 
 
 def _environment(spec: ProcessSpec, parent_fd: int) -> dict[str, str]:
-    env = {**os.environ, **spec.env, PARENT_FD_ENV: str(parent_fd)}
+    return {**child_environment(), **spec.env, PARENT_FD_ENV: str(parent_fd)}
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, for a Python child with `-P` that runs modules of ours."""
+    env = dict(os.environ)
     root = Path(ipc.__file__).parent.parent
     if root.name not in ("site-packages", "dist-packages"):  # a checkout: run the same code as the launcher
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))

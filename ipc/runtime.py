@@ -92,18 +92,21 @@ def child_main(
     body: Callable[[C, Child], None],
     user_errors: tuple[type[Exception], ...] = (),
 ) -> NoReturn:
-    """Run `body(config, child)` as the process `name`, then exit: 0, or 1 if it raised.
+    """Run `body(config, child)` as the process `name`, or as what its settings file is called if that is `name` with a
+    number, then exit: 0, or 1 if it raised.
 
     A `UserError`, or one of `user_errors`, reaches the user as its message alone; any other exception is a bug and
     leaves a traceback.
     """
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
+    path = Path(sys.argv[1]) if len(sys.argv) == 2 else None
+    if path is not None and path.stem.startswith(f"{name}."):  # the second of its kind, and further: frontend.1
+        name = path.stem
     setproctitle(f"gapless: {name}")
     logging.basicConfig(
         level=os.environ.get(LOG_LEVEL_ENV, "WARNING").upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s"
     )
-    path = Path(sys.argv[1]) if len(sys.argv) == 2 else None
     if path is None:
         sys.exit(f"usage: python -m {name} CONFIG.json (started by `gapless serve`)")
     watch_parent(path.parent)

@@ -10,6 +10,7 @@ One thread, one poll: inbox, children's ends, children's output, signals. Idle, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -198,28 +199,31 @@ class Supervisor:
     def _stop(self) -> None:
         self._stopping = True
         try:
-            for spec in self._specs:
-                if spec.name in self._children:
-                    self._dismiss(self._children[spec.name])
+            # Processes of one kind together: one stop, one grace.
+            for _, specs in itertools.groupby(self._specs, key=lambda spec: spec.name.partition(".")[0]):
+                self._dismiss([self._children[spec.name] for spec in specs if spec.name in self._children])
         finally:
             for child in self._children.values():
                 child.kill()
                 child.close()
 
-    def _dismiss(self, child: ChildProcess) -> None:
-        """Stop one child and wait for its end."""
-        self._dismissed.add(child.name)
-        if child.name in self._ready:
-            self._outboxes[child.name].send(Shutdown())
-        else:
-            child.terminate()  # it is not yet reading its inbox
+    def _dismiss(self, children: Sequence[ChildProcess]) -> None:
+        """Stop these children, all at once, and wait for their end."""
+        for child in children:
+            self._dismissed.add(child.name)
+            if child.name in self._ready:
+                self._outboxes[child.name].send(Shutdown())
+            else:
+                child.terminate()  # it is not yet reading its inbox
         begin = time.monotonic()
-        while child.name in self._children:
-            grace = _HURRY_S if self._stop_requests > 1 else child.spec.stop_grace_s
-            left = begin + grace - time.monotonic()
+        while alive := [child for child in children if child.name in self._children]:
+            graces = [_HURRY_S if self._stop_requests > 1 else child.spec.stop_grace_s for child in alive]
+            left = begin + min(graces) - time.monotonic()
             if left <= 0:
-                self._on_output(child.name, f"did not stop within {grace:g} s: killed")
-                child.kill()
+                for child, grace in zip(alive, graces, strict=True):
+                    if grace == min(graces):
+                        self._on_output(child.name, f"did not stop within {grace:g} s: killed")
+                        child.kill()
             self._tick(max(left, 0.0))
 
     def _model_ready(self) -> ModelReady:

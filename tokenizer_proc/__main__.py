@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ from ipc.messages import TokenizerMessage
 from ipc.runtime import Child, child_main
 from tokenizer_proc.actor import TokenizerActor
 from tokenizer_proc.load import load_text_model
+from tokenizer_proc.long_lane import TwoLanes
 from tokenizer_proc.model import TextModel
 
 
 def main(config: TokenizerProcessConfig, child: Child) -> None:
     with child.phase("loading the tokenizer"):
-        model = load_text_model(config.model, config.chat_template)
+        model = load_text_model(config.model, config.chat_template).warm_up()
+        other = model.for_another_thread().warm_up()
         tokenizer_json = Path(config.run_dir) / "tokenizer.json"
-        model.tokenizer.save(str(tokenizer_json), pretty=False)
+        if config.index == 0:
+            model.tokenizer.save(str(tokenizer_json), pretty=False)
     outboxes = connect(config.endpoints, "engine", "frontends")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no pool of threads for one text at a time
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
-    with Receiver[TokenizerMessage](config.endpoints.tokenizer, TokenizerMessage) as inbox:
+    with Receiver[Any](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
+        lanes = TwoLanes(TokenizerActor(model, child.recorder), TokenizerActor(other, child.recorder), inbox.post)
         child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
-        run(TokenizerActor(model, child.recorder), inbox, outboxes, recorder=child.recorder)
+        run(lanes, inbox, outboxes, recorder=child.recorder)
 
 
 def facts(model: TextModel) -> dict[str, Any]:

@@ -67,6 +67,9 @@ class ChatTemplate:
         self._jinja = Jinja(source)
         self._fast = self._agreeing_minijinja()
 
+    def copy(self) -> ChatTemplate:
+        return ChatTemplate(self._source, self._variables)
+
     @property
     def engine(self) -> str:
         return "minijinja" if self._fast else "jinja2"

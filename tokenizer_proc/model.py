@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,20 @@ class TextModel:
     # Put BOS in front of a rendered chat that has none. GGUF files keep this in a flag; Hugging Face templates do it
     # themselves.
     chat_adds_bos: bool = False
+
+    def for_another_thread(self) -> TextModel:
+        """The same, with chat templates of its own: an engine renders one prompt at a time."""
+        return dataclasses.replace(
+            self,
+            template=self.template and self.template.copy(),
+            tool_template=self.tool_template and self.tool_template.copy(),
+        )
+
+    def warm_up(self) -> TextModel:
+        """Work out now what would hold up a request later."""
+        _ = self.max_chars, self.special_ids
+        self.tokenizer.encode("Hello, world!")  # the first encode compiles what it needs
+        return self
 
     @cached_property
     def max_chars(self) -> int | None:

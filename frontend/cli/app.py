@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("Use", "frontend.cli.serve", "Start the server: OpenAI's API and a chat page."),
     "run": ("Use", "frontend.cli.run", "Answer one prompt in the terminal; piped input is read too."),
     "chat": ("Use", "frontend.cli.chat", "Talk with the model in the terminal."),
+    "bench": ("Look inside", "frontend.cli.bench", "Load a server and see what clients feel; or time an engine."),
     "top": ("Look inside", "frontend.cli.top", "Watch a running server: load, latency, device, requests."),
     "explain": ("Look inside", "frontend.cli.explain", "Reckon what a model takes on a GPU, and what is possible."),
     "pull": ("Models", "frontend.cli.catalog:PULL", "Download a model now."),

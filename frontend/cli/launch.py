@@ -65,7 +65,14 @@ def client_for(settings: Settings) -> Iterator[Client]:
         model = resolve_model(settings.program.model, reporter.progress, settings.program.cache_dir)
         # Other users of this machine can reach a loopback port, but do not know the key.
         private = msgspec.structs.replace(
-            settings.server, host="127.0.0.1", port=0, api_key=secrets.token_urlsafe(), served_model_name=""
+            settings.server,
+            host="127.0.0.1",
+            port=0,
+            api_key=secrets.token_urlsafe(),
+            served_model_name="",
+            frontend_procs=1,  # one user, one request at a time
+            tokenizer_procs=1,
+            detokenizer_procs=1,
         )
         launch = launch_config(msgspec.structs.replace(settings, server=private), model)
         server = Server(

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from frontend.errors import ApiError, from_bound, from_decoding, shown
-from frontend.openai.prompts import chat_prompt, completion_prompts
+from frontend.openai.prompts import chat_prompt, completion_prompts, packed
 from frontend.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, SamplingFields, TokenizeRequest
 from ipc.messages import Prompt
 from ipc.sampling import BoundError, SamplingParams
@@ -24,16 +24,17 @@ Kind = Literal["chat", "completion"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the loaded model allows."""
+    """What the loaded model allows, and its names: the served one, then its aliases."""
 
     max_model_len: int
     vocab_size: int
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     kind: Kind
-    prompts: list[Prompt]
+    prompts: list[msgspec.Raw]  # encoded `Prompt`s: nothing between here and the tokenizer looks into them
     sampling: SamplingParams
     stream: bool
     include_usage: bool
@@ -46,6 +47,17 @@ class Job:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.sampling.n
+
+
+def check_model(name: str | None, limits: Limits) -> None:
+    """Absent, the served name, or one of its aliases; `ApiError` 404 for another."""
+    if name and name not in limits.names:
+        raise ApiError(
+            404,
+            f"the model {shown(name)} does not exist, this server has {limits.names[0]!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 class Bodies:
@@ -146,7 +158,7 @@ def _job(
     options = request.stream_options
     return Job(
         kind=kind,
-        prompts=prompts,
+        prompts=[packed(prompt) for prompt in prompts],
         sampling=sampling,
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),

@@ -85,6 +85,14 @@ def completion_prompts(request: CompletionRequest, vocab_size: int, max_model_le
     return prompts
 
 
+def packed(prompt: Prompt) -> msgspec.Raw:
+    """A prompt as a message carries it. `ApiError` if none can."""
+    try:
+        return msgspec.Raw(msgspec.msgpack.encode(prompt))
+    except (OverflowError, ValueError, RecursionError) as error:
+        raise ApiError(400, f"the request holds a value that cannot be processed: {error}") from None
+
+
 def _token_prompt(field: str, ids: Sequence[Any], vocab_size: int, max_model_len: int) -> TokenPrompt:
     if not ids:
         raise ApiError(400, f"{field} must not be empty, got []", param="prompt")

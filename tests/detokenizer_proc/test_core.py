@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from detokenizer_proc.actor import MAX_MERGED, mergeable
 from detokenizer_proc.core import Detokenizer, Outcome
 from ipc.messages import (
     Abort,
@@ -258,3 +259,76 @@ def test_logprobs_have_text_and_bytes(byte_level: Tokenizer) -> None:
     first, second = detail(outcome, 1).prompt_logprobs
     assert first == TextLogprob(whole, "hello", b"hello", None)
     assert second == got
+
+
+def test_steps_together_mean_what_they_mean_one_by_one(smollm2: Tokenizer, rng: random.Random) -> None:
+    """Text, counts, ends and aborts, whatever is joined."""
+    spec = [{}, {"stop": ("e",)}, {"stop": ("zz",), "min_tokens": 5}, {"echo": "echo "}]
+    outputs = []
+    live = dict.fromkeys(range(8))
+    for number in range(40):
+        new = [opened(i, i % 2, **spec[i % 4]) for i in live] if number == 0 else []
+        over = [i for i in live if number > 20 and rng.random() < 0.1]
+        rows = [(i, rng.randrange(smollm2.get_vocab_size())) for i in live]
+        outputs.append(step(rows, opened=new, finished=[finished(i, "length", i % 2) for i in over]))
+        for i in over:
+            del live[i]
+    alone, together = Detokenizer(smollm2), Detokenizer(smollm2)
+    expected = collected([alone.handle(output) for output in outputs])
+    joined = []
+    while outputs:
+        size = rng.randrange(1, 10)
+        joined.append(together.handle_all(outputs[:size]))
+        outputs = outputs[size:]
+    assert collected(joined) == expected
+    assert len(alone) == len(together) == len(live) - sum(1 for i in live if i in expected[2])
+
+
+def collected(outcomes: list[Outcome]) -> tuple[dict[int, str], dict[int, int], dict[int, Any], int]:
+    """(text, tokens, end) by request, and how many were opened."""
+    joined: dict[int, str] = defaultdict(str)
+    counts: dict[int, int] = defaultdict(int)
+    ends: dict[int, Any] = {}
+    opens = 0
+    for outcome in outcomes:
+        for deltas in outcome.deltas.values():
+            ids = memoryview(deltas.request_ids).cast("q").tolist()
+            for request_id, text, count in zip(ids, deltas.texts, deltas.num_tokens, strict=True):
+                joined[request_id] += text
+                counts[request_id] += count
+            for item in deltas.details:
+                opens += item.opened is not None
+                if item.ended is not None:
+                    assert ids[item.row] not in ends, "one end"
+                    ends[ids[item.row]] = item.ended
+    return joined, counts, ends, opens
+
+
+def test_each_of_several_answers_for_its_own_requests(byte_level: Tokenizer) -> None:
+    (token,) = byte_level.encode("hello").ids
+    several = [Detokenizer(byte_level, index, 3) for index in range(3)]
+    ids = list(range(100, 109))
+    outputs = [
+        step([(i, token) for i in ids], opened=[opened(i, stop=("ll",) if i == 101 else ()) for i in ids]),
+        step([(i, token) for i in ids], finished=[finished(i, "length") for i in ids]),
+        step([], finished=[finished(1, "rejected", error=Error(400, "too long"))]),  # never opened
+    ]
+    seen: dict[int, int] = defaultdict(int)
+    for index, detokenizer in enumerate(several):
+        for output in outputs:
+            outcome = detokenizer.handle(output)
+            for deltas in outcome.deltas.values():
+                mine = memoryview(deltas.request_ids).cast("q").tolist()
+                assert all(i % 3 == index for i in mine)
+                for item in deltas.details:
+                    seen[mine[item.row]] += item.ended is not None
+            assert outcome.abort is None or outcome.abort.request_ids == [101]
+        assert len(detokenizer) == 0
+    assert seen == dict.fromkeys([*ids, 1], 1)
+
+
+def test_steps_with_log_probabilities_are_not_joined() -> None:
+    plain, large = step([(1, 1)]), step([(1, 1)], logprobs=[RowLogprobs(0, TokenLogprobs(-1.0, 1))])
+    assert list(mergeable([])) == []
+    assert list(mergeable([plain, plain, large, plain])) == [[plain, plain], [large], [plain]]
+    assert [len(run) for run in mergeable([plain] * (2 * MAX_MERGED + 1))] == [MAX_MERGED, MAX_MERGED, 1]

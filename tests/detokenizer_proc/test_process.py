@@ -34,7 +34,6 @@ from ipc.messages import (
 )
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("supervisor", "tokenizer", "engine", "detokenizer")
 
 
 def one_step(tokenizer: Tokenizer) -> StepOutput:
@@ -65,7 +64,7 @@ def test_actor_on_memory_channels(byte_level: Tokenizer) -> None:
 
 
 def test_process(byte_level: Tokenizer, tmp_path: Path) -> None:
-    ends = Endpoints(**{name: f"ipc://{tmp_path}/{name}" for name in NAMES}, frontends=(f"ipc://{tmp_path}/f",))
+    ends = Endpoints.make(lambda name: f"ipc://{tmp_path}/{name}")
     path = tmp_path / "tokenizer.json"
     byte_level.save(str(path))
     settings = tmp_path / "settings.json"
@@ -73,7 +72,7 @@ def test_process(byte_level: Tokenizer, tmp_path: Path) -> None:
     with (
         Receiver[Any](ends.supervisor, SupervisorMessage) as supervisor,
         Receiver[Any](ends.frontends[0], FrontendMessage) as frontend,
-        closing(Sender(ends.detokenizer)) as sender,
+        closing(Sender(ends.detokenizers[0])) as sender,
         subprocess.Popen([sys.executable, "-m", "detokenizer_proc", str(settings)], cwd=ROOT) as process,
     ):
         try:
@@ -90,4 +89,4 @@ def test_process(byte_level: Tokenizer, tmp_path: Path) -> None:
             assert process.wait(60) == 0
         finally:
             process.kill()
-    assert not (tmp_path / "detokenizer").exists()
+    assert not (tmp_path / "detokenizer.0").exists()

@@ -39,10 +39,9 @@ class Neighbours:
     """Supervisor, detokenizer and a frontend of one engine process."""
 
     def __init__(self, run_dir: RunDirectory, engine: EngineConfig) -> None:
-        names = ("supervisor", "tokenizer", "engine", "detokenizer")
-        ends = Endpoints(frontends=(run_dir.address("frontend.0"),), **{name: run_dir.address(name) for name in names})
+        ends = Endpoints.make(run_dir.address)
         self.supervisor = Receiver[Any](ends.supervisor, SupervisorMessage)
-        self.detokenizer = Receiver[StepOutput](ends.detokenizer, DetokenizerMessage)
+        self.detokenizer = Receiver[StepOutput](ends.detokenizers[0], DetokenizerMessage)
         self.frontend = Receiver[EngineStats](ends.frontends[0], FrontendMessage)
         self.engine = Sender(ends.engine)
         settings = run_dir.write_config("engine_core", EngineProcessConfig(engine=engine, endpoints=ends))

@@ -61,6 +61,7 @@ from ipc.messages import (
 )
 
 TOKENS = ["Hel", "lo", " wörld", "", " 你好", " 🙂", '\n"quoted"', " end"]
+COUNT = 20_000
 VOCAB_SIZE, MAX_MODEL_LEN = 1000, 512
 MODEL = "fake-model"
 
@@ -95,7 +96,7 @@ class Fake:
         self._frontend = Sender(endpoints.frontends[0])
         self._sending = threading.Lock()
         self._stop = threading.Event()
-        self._tokenizer: Receiver[TokenizerMessage] = Receiver(endpoints.tokenizer, TokenizerMessage)
+        self._tokenizer: Receiver[TokenizerMessage] = Receiver(endpoints.tokenizers[0], TokenizerMessage)
         self._engine: Receiver[EngineMessage] = Receiver(endpoints.engine, EngineMessage)
         self._threads = [
             threading.Thread(target=self._loop, args=(self._tokenizer, self._on_tokenizer), daemon=True),
@@ -194,6 +195,8 @@ class Fake:
             self._row(submit.request_ids[0], "", 0, ended=Ended("error", Usage(3, 1), error=Error(500, "NaN in a row")))
         elif text in ("/endless", "/flood"):
             threading.Thread(target=self._endless, args=(submit, text == "/flood"), daemon=True).start()
+        elif text == "/count":
+            threading.Thread(target=self._count, args=(submit,), daemon=True).start()
         elif text == "/slow":
             threading.Thread(target=self._answer, args=(submit, 0.05), daemon=True).start()
         else:
@@ -206,6 +209,13 @@ class Fake:
                 self._row(request_id, "x" * 4000 if flood else "tick ", 1, opened=first)
             first = False
             time.sleep(0.0005 if flood else 0.005)
+
+    def _count(self, submit: Submit) -> None:
+        """COUNT numbers, more than sockets' buffers hold, as fast as they can be sent."""
+        (request_id,) = submit.request_ids
+        for i in range(COUNT):
+            self._row(request_id, f"{i:<200}", 1, opened=i == 0)
+        self._row(request_id, "", 0, ended=Ended("stop", Usage(1, COUNT)))
 
     def _answer(self, submit: Submit, pause: float) -> None:
         sampling = submit.sampling
@@ -280,13 +290,10 @@ class FakeServer:
     """The real frontend on a free port, in a thread, with a `Fake` behind it."""
 
     def __init__(self, run_dir: Path, *, ready: bool = True, **settings: Any) -> None:
-        names = ("supervisor", "tokenizer", "engine", "detokenizer", "frontend")
-        paths = {name: f"ipc://{run_dir}/{name}" for name in names}
-        frontends = (paths.pop("frontend"),)
-        endpoints = Endpoints(frontends=frontends, **paths)
+        endpoints = Endpoints.make(lambda name: f"ipc://{run_dir}/{name}")
         known: dict[str, Any] = {"served_model_name": MODEL, "port": 0, "model_aliases": ("alias",)}
         self.config = FrontendProcessConfig(index=0, endpoints=endpoints, **{**known, **settings})
-        self.inbox: Receiver[FrontendMessage] = Receiver(frontends[0], FrontendMessage)
+        self.inbox: Receiver[FrontendMessage] = Receiver(endpoints.frontends[0], FrontendMessage)
         self.fake = Fake(endpoints)
         self.sock = listen(self.config.host, self.config.port)
         self.port = int(self.sock.getsockname()[1])
@@ -308,7 +315,7 @@ class FakeServer:
             self.failure = error
 
     async def _run(self) -> None:
-        outboxes = connect(self.config.endpoints, "tokenizer", "engine")
+        outboxes = connect(self.config.endpoints, "tokenizers", "engine", "frontends")
         metrics = Metrics(MODEL)
         self.backend = Backend(self.config, outboxes, metrics)
         inbox = AsyncReceiver(self.inbox)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httptools
 import httpx
 import pytest
 
 from frontend.heartbeat import Heartbeat
 from ipc.codec import pack_request_ids
 from ipc.messages import Deltas, ProcessLost
-from tests.frontend.fake import MAX_MODEL_LEN, TOKENS, VOCAB_SIZE, FakeServer, stats
+from tests.frontend.fake import COUNT, MAX_MODEL_LEN, TOKENS, VOCAB_SIZE, FakeServer, stats
 
 MakeServer = Callable[..., FakeServer]
 
@@ -118,6 +120,39 @@ def test_a_client_that_does_not_read_is_dropped(make_server: MakeServer) -> None
         except ConnectionResetError:
             pass
         assert received > 0
+
+
+def test_a_client_that_falls_behind_and_catches_up_misses_nothing(make_server: MakeServer) -> None:
+    server = make_server(stream_buffer_bytes=64 * 2**20)
+    request = b'{"messages": [{"role": "user", "content": "/count"}], "stream": true}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(60)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(head % len(request) + request)
+        until(lambda: server.fake.submits)
+        until(server.backend.idle.is_set)  # all has been told, hardly anything read
+        body = Body()
+        parser = httptools.HttpResponseParser(body)
+        while data := sock.recv(1 << 16):
+            parser.feed_data(data)
+    *events, finish, done, rest = b"".join(body.pieces).decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert '"finish_reason":"stop"' in finish
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] for event in events]
+    assert "".join(texts) == "".join(f"{i:<200}" for i in range(COUNT))
+    assert len(texts) < COUNT  # what had queued up was joined
+
+
+class Body:
+    """What a parser finds."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def on_body(self, data: bytes) -> None:
+        self.pieces.append(data)
 
 
 def test_slow_but_reading_clients_are_kept(server: FakeServer) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from ipc.channel import AddressInUse, Receiver, Sender, connect, frontend_key
+from ipc.channel import AddressInUse, Receiver, Sender, connect, frontend_key, tokenizer_key
 from ipc.codec import encode
 from ipc.config import Endpoints
 from ipc.mailbox import MessageTooLarge
@@ -217,14 +217,15 @@ def test_a_sender_finds_a_receiver_that_comes_back(address: str) -> None:
 def test_connect_names_every_outbox(short_dir: Path) -> None:
     ends = Endpoints(
         supervisor=f"ipc://{short_dir}/s",
-        tokenizer=f"ipc://{short_dir}/t",
+        tokenizers=(f"ipc://{short_dir}/t",),
         engine=f"ipc://{short_dir}/e",
-        detokenizer=f"ipc://{short_dir}/d",
+        detokenizers=(f"ipc://{short_dir}/d",),
         frontends=(f"ipc://{short_dir}/f0", f"ipc://{short_dir}/f1"),
     )
-    outboxes = connect(ends, "engine", "frontends")
+    outboxes = connect(ends, "engine", "tokenizers", "frontends")
     assert {name: outbox.address for name, outbox in outboxes.items()} == {
         "engine": ends.engine,
+        tokenizer_key(0): ends.tokenizers[0],
         frontend_key(0): ends.frontends[0],
         frontend_key(1): ends.frontends[1],
     }

@@ -14,7 +14,7 @@ from ipc.config import DetokenizerProcessConfig, Endpoints, FrontendProcessConfi
 from ipc.run_dir import RunDirectory, base_directory, read_config, remove_run_directory, sweep
 
 ROOT = Path(__file__).parents[2]
-ENDS = Endpoints(supervisor="s", tokenizer="t", engine="e", detokenizer="d", frontends=("f",))
+ENDS = Endpoints(supervisor="s", tokenizers=("t",), engine="e", detokenizers=("d",), frontends=("f",))
 
 
 def test_only_this_user_may_look_inside(short_dir: Path) -> None:

@@ -34,9 +34,7 @@ child_main("detokenizer_proc", DetokenizerProcessConfig, body, (KeyError,))
 
 class Child:
     def __init__(self, run_dir: RunDirectory, body: str) -> None:
-        ends = Endpoints(
-            supervisor=run_dir.address("supervisor"), tokenizer="t", engine="e", detokenizer="d", frontends=()
-        )
+        ends = Endpoints.make(run_dir.address)
         self.inbox = Receiver[Any](ends.supervisor, SupervisorMessage)
         path = run_dir.write_config(
             "detokenizer_proc", DetokenizerProcessConfig(tokenizer_json="tokens.json", endpoints=ends)

@@ -166,7 +166,9 @@ def launch_config(default_model: Path, **changes: Any) -> LaunchConfig:
         **{
             "model": str(default_model),
             "engine": EngineOptions(kv_tokens=16_384, max_num_batched_tokens=256),
-            "server": ServerOptions(port=0, served_model_name="smollm2"),
+            "server": ServerOptions(
+                port=0, served_model_name="smollm2", frontend_procs=1, tokenizer_procs=1, detokenizer_procs=1
+            ),
             **changes,
         }
     )

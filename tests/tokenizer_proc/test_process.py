@@ -21,7 +21,6 @@ from ipc.sampling import SamplingParams
 from tokenizer_proc.encode import from_bytes
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("supervisor", "tokenizer", "engine", "detokenizer")
 Process = tuple["subprocess.Popen[bytes]", Endpoints, Any]
 
 
@@ -31,7 +30,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
     def started(model: Path) -> Iterator[Process]:
         """The process, its endpoints, and its last message before it serves."""
         run_dir = tmp_path_factory.mktemp("run")
-        ends = Endpoints(**{name: f"ipc://{run_dir}/{name}" for name in NAMES}, frontends=(f"ipc://{run_dir}/f",))
+        ends = Endpoints.make(lambda name: f"ipc://{run_dir}/{name}")
         settings = run_dir / "settings.json"
         settings.write_bytes(
             json.encode(TokenizerProcessConfig(model=str(model), endpoints=ends, run_dir=str(run_dir)))
@@ -61,7 +60,7 @@ def test_serves_a_request(start: Callable[[Path], Any], hf_directory: Callable[.
         assert ready.facts["chat_template"] is False
         left = Tokenizer.from_file(ready.facts["tokenizer_json"])
         assert psutil.Process(process.pid).cmdline()[0].startswith("gapless: tokenizer_proc")
-        with Receiver[Any](ends.engine, EngineMessage) as engine, closing(Sender(ends.tokenizer)) as sender:
+        with Receiver[Any](ends.engine, EngineMessage) as engine, closing(Sender(ends.tokenizers[0])) as sender:
             prompt = TextPrompt("hello 你好")
             sender.send(Submit(request_ids=[1], frontend=0, prompt=prompt, sampling=SamplingParams(), arrival=0))
             assert engine.wait(60)

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from frontend.cli.app import COMMANDS, GROUP
+from frontend.cli.bench import COMMAND as BENCH
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
 
@@ -38,10 +39,12 @@ def test_every_dependency_has_its_reason_and_its_pin() -> None:
 
 
 def own_flags() -> set[str]:
-    """Those of commands that are no settings."""
+    """Those of commands that are no settings; `bench offline` hands its own on to the engine's measurement."""
     context = click.Context(GROUP)
-    commands = (GROUP.get_command(context, name) for name in COMMANDS)
-    return {flag for command in commands if command for param in command.params for flag in param.opts}
+    commands = [*(GROUP.get_command(context, name) for name in COMMANDS), *BENCH.commands.values()]
+    measure = (ROOT / "engine_core" / "measure.py").read_text(encoding="utf-8")
+    flags = {flag for command in commands if command for param in command.params for flag in param.opts}
+    return flags | set(re.findall(r'add_argument\("(--[a-z-]+)"', measure))
 
 
 def test_flags_variables_and_commands_named_in_the_docs_exist() -> None:

@@ -87,14 +87,8 @@ def fake_specs(
     run_dir: RunDirectory, journal: str, behaviours: Mapping[str, Behaviour], grace_s: float
 ) -> list[ProcessSpec]:
     """Four fakes in the places of the real four."""
-    ends = Endpoints(
-        supervisor=run_dir.address("supervisor"),
-        tokenizer=run_dir.address("tokenizer"),
-        engine=run_dir.address("engine"),
-        detokenizer=run_dir.address("detokenizer"),
-        frontends=(run_dir.address("frontend.0"),),
-    )
-    inboxes = dict(zip(NAMES, (ends.frontends[0], ends.tokenizer, ends.engine, ends.detokenizer), strict=True))
+    ends = Endpoints.make(run_dir.address)
+    inboxes = dict(zip(NAMES, (ends.frontends[0], ends.tokenizers[0], ends.engine, ends.detokenizers[0]), strict=True))
     facts: dict[str, dict[str, Any]] = {
         "tokenizer_proc": {"tokenizer_json": "here.json"},
         "engine_core": {"max_model_len": 77, "vocab_size": 99},

@@ -1,0 +1,75 @@
+"""`python -m frontend.parser`: parses bodies that come on standard input until that ends, or nothing comes for a while.
+
+Started by a frontend when it needs it. Its death costs the request that it works on and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from typing import BinaryIO
+
+import msgspec
+from setproctitle import setproctitle
+
+from frontend.errors import ApiError
+from frontend.openai.parse import DETOKENIZE, TOKENIZE, Parser
+from frontend.parser.wire import IDLE_S, LENGTH, Ask, Refusal, Reply, frame
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle("gapless: parser")
+    parser = Parser()
+    ask_decoder = msgspec.msgpack.Decoder(Ask)
+    # Unbuffered: `select` must not miss what a buffer holds.
+    with os.fdopen(0, "rb", 0) as source, os.fdopen(1, "wb", 0) as sink:
+        while select.select([source], [], [], IDLE_S)[0]:
+            head = _read(source)
+            if head is None:
+                return
+            body = _read(source)
+            if body is None:
+                return
+            reply = memoryview(frame(msgspec.msgpack.encode(parse(parser, ask_decoder.decode(head), body))))
+            while reply:
+                reply = reply[sink.write(reply) :]
+
+
+def parse(parser: Parser, ask: Ask, body: bytes) -> Reply:
+    try:
+        if ask.path == TOKENIZE:
+            return Reply(tokenize=parser.tokenize(body, ask.limits))
+        if ask.path == DETOKENIZE:
+            return Reply(detokenize=parser.detokenize(body, ask.limits))
+        return Reply(job=parser.job(ask.path, body, ask.limits))
+    except ApiError as error:
+        # A message may repeat a lone surrogate of the body's, which msgpack cannot carry.
+        message = error.message.encode("utf-8", "backslashreplace").decode()
+        return Reply(refusal=Refusal(error.status, message, error.param, error.code))
+
+
+def _read(source: BinaryIO) -> bytes | None:
+    """The next frame; None at the end."""
+    head = _exactly(source, LENGTH.size)
+    return None if head is None else _exactly(source, LENGTH.unpack(head)[0])
+
+
+def _exactly(source: BinaryIO, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        count = source.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not count:
+            return None
+        filled += count
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:  # the frontend is gone
+        sys.exit(0)

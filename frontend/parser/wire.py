@@ -1,0 +1,44 @@
+"""What the frontend and its parsing process say to each other through the latter's standard input and output.
+
+to it    length, Ask · length, body
+back     length, Reply
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from frontend.openai.job import Job, Limits
+from frontend.openai.parse import DetokenizeCall, TokenizeCall
+
+LENGTH = struct.Struct("<Q")
+IDLE_S = 30.0  # after which the process ends and gives its memory back
+
+
+class Ask(msgspec.Struct, frozen=True):
+    path: str
+    limits: Limits
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The fields of an `ApiError`."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one is set."""
+
+    job: Job | None = None
+    tokenize: TokenizeCall | None = None
+    detokenize: DetokenizeCall | None = None
+    refusal: Refusal | None = None
+
+
+def frame(data: bytes) -> bytes:
+    return LENGTH.pack(len(data)) + data

@@ -1,0 +1,131 @@
+"""Long texts do not hold up short ones, and get the ids they would have got."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from ipc.actor import run
+from ipc.codec import pack_ids
+from ipc.memory import MemoryChannel
+from ipc.messages import (
+    ChatPrompt,
+    Decode,
+    Encode,
+    EngineMessage,
+    FrontendMessage,
+    Generate,
+    Rejected,
+    Shutdown,
+    Submit,
+    TextPrompt,
+    TokenizerMessage,
+    TokenPrompt,
+)
+from ipc.sampling import SamplingParams
+from tokenizer_proc.actor import TokenizerActor
+from tokenizer_proc.encode import LONG_CHARS, from_bytes
+from tokenizer_proc.long_lane import TwoLanes, is_long
+from tokenizer_proc.model import TextModel
+
+DEADLINE_S = 120.0
+SHORT, LONG = TextPrompt("hello world"), TextPrompt("hello world, " * LONG_CHARS)
+
+
+def submit(prompt: Any, request_id: int) -> Submit:
+    return Submit(request_ids=[request_id], frontend=0, prompt=prompt, sampling=SamplingParams(), arrival=0)
+
+
+class HeldActor(TokenizerActor):
+    """Waits before it answers, as one that has much to encode."""
+
+    def __init__(self, model: TextModel) -> None:
+        super().__init__(model)
+        self.go = threading.Event()
+
+    def handle(self, batch: list[TokenizerMessage]) -> Any:
+        assert self.go.wait(DEADLINE_S)
+        return super().handle(batch)
+
+
+@pytest.fixture
+def lanes(smollm2: TextModel) -> Any:
+    """(inbox, engine's inbox, frontend's inbox, the actor of long texts), driven in a thread."""
+    inbox: MemoryChannel[Any] = MemoryChannel(TokenizerMessage)
+    engine: MemoryChannel[Any] = MemoryChannel(EngineMessage)
+    frontend: MemoryChannel[Any] = MemoryChannel(FrontendMessage)
+    held = HeldActor(smollm2.for_another_thread())
+    actor = TwoLanes(TokenizerActor(smollm2), held, inbox.post)
+    driver = threading.Thread(target=run, args=(actor, inbox, {"engine": engine, "frontend.0": frontend}))
+    driver.start()
+    yield inbox, engine, frontend, held
+    held.go.set()
+    inbox.send(Shutdown())
+    driver.join(DEADLINE_S)
+    assert not driver.is_alive()
+
+
+def take(channel: MemoryChannel[Any], count: int) -> list[Any]:
+    got: list[Any] = []
+    while len(got) < count:
+        assert channel.wait(DEADLINE_S)
+        got += channel.drain()
+    return got
+
+
+def test_short_prompts_pass_a_long_one(lanes: Any) -> None:
+    inbox, engine, _, held = lanes
+    inbox.send(submit(LONG, 0))
+    for request_id in range(1, 11):
+        inbox.send(submit(SHORT, request_id))
+    assert [message.request_id for message in take(engine, 10)] == list(range(1, 11))
+    held.go.set()
+    (late,) = take(engine, 1)
+    assert isinstance(late, Generate)
+    assert late.request_id == 0
+    assert len(late.prompt_ids) > 4 * LONG_CHARS
+
+
+def test_long_ones_keep_their_order_and_their_refusals(lanes: Any, smollm2: TextModel) -> None:
+    inbox, engine, frontend, held = lanes
+    assert smollm2.max_chars is not None
+    for request_id in range(3):
+        inbox.send(submit(LONG, request_id))
+    inbox.send(submit(TextPrompt("x" * (smollm2.max_chars + 1)), 3))
+    held.go.set()
+    assert [message.request_id for message in take(engine, 3)] == [0, 1, 2]
+    (refused,) = take(frontend, 1)
+    assert isinstance(refused, Rejected)
+    assert refused.error.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_of_long_texts_are_those_of_a_plain_encode(smollm2: TextModel, special: bool, rng: random.Random) -> None:
+    words = ["hello ", "世界", "🙂", "\n\n", "  ", "naïve", "<|im_start|>", "123456", "\u0301", "a" * 50]
+    text = "".join(rng.choices(words, k=LONG_CHARS))
+    message = Submit(
+        request_ids=[1], frontend=0, prompt=TextPrompt(text, special), sampling=SamplingParams(), arrival=0
+    )
+    ((_, generate),) = TokenizerActor(smollm2).handle([message])
+    assert isinstance(generate, Generate)
+    assert from_bytes(generate.prompt_ids) == smollm2.tokenizer.encode(text, add_special_tokens=special).ids
+
+
+def test_what_is_long() -> None:
+    sentence = {"role": "user", "content": "x" * 100}
+    for prompt, long in (
+        (SHORT, False),
+        (LONG, True),
+        (ChatPrompt([sentence]), False),
+        (ChatPrompt([sentence] * 500), True),
+        (ChatPrompt([sentence], tools=[{"name": "x" * LONG_CHARS}]), True),
+        (TokenPrompt(pack_ids(range(10))), False),
+        (TokenPrompt(pack_ids(range(100_000))), True),
+    ):
+        assert is_long(submit(prompt, 1)) is long
+        assert is_long(Encode(call_id=1, frontend=0, prompt=prompt)) is long
+    assert not is_long(Decode(call_id=1, frontend=0, ids=pack_ids(range(10))))
+    assert is_long(Decode(call_id=1, frontend=0, ids=pack_ids(range(100_000))))
