@@ -53,11 +53,11 @@ class EngineOptions(Config, frozen=True):
     """The settings of the engine that do not depend on which model it runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Model", "where to run")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "precision")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "type")] = "auto"
     # "auto" keeps a GGUF's own precision in int8 blocks; "none" is exact in `dtype`.
     weights: Annotated[Literal["auto", "none", "int8"], option("Model", "held on the CPU as")] = "auto"
     attention: Annotated[Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "kernels")] = "auto"
-    load_format: Annotated[Literal["auto", "dummy"], option("Model", "read weights, or make them up")] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], option("Model", "weights come from")] = "auto"
     overlap: Annotated[bool, option("Memory & scheduling", "launch the next step while this one runs")] = True
     cuda_graphs: Annotated[bool, option("Memory & scheduling", "replay GPU steps as CUDA graphs")] = True
     max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer [the model's]")] = None

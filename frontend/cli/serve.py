@@ -20,5 +20,5 @@ COMMAND = GroupedCommand(
     "serve",
     params=[model_argument(), *option_params(settings_keys("program", "engine", "text", "server"))],
     callback=_serve,
-    help="Serve MODEL over HTTP until Ctrl-C: OpenAI's API under /v1, a chat page at /.",
+    help="Serve MODEL over HTTP until Ctrl-C: OpenAI's API, a chat page at /.",
 )
