@@ -133,12 +133,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.flow.write_paused
 
     def write_chunk(self, data: bytes) -> None:
+        if self.transport.is_closing():  # the client left: its request's task will hear of it
+            return
         size = len(data)
         head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
         self.transport.write(b"".join((head, data, b"\r\n")))
 
     def cut(self) -> None:
-        self.transport.abort()
+        if not self.transport.is_closing():
+            self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
