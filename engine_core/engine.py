@@ -313,12 +313,13 @@ class Engine:
             self._end(ending)
         finished, self._finished = self._finished, []
         self._step += 1
+        step = self._step & 0x7FFF_FFFF  # a record's fields have 32 bits
         for request in done.opened:
             times = request.first_scheduled, self._clock()
             counts = request.num_prompt_tokens, request.num_cached_tokens
-            self.recorder.span(FIRST_TOKEN, *times, request.request_id, self._step, *counts)
+            self.recorder.span(FIRST_TOKEN, *times, request.request_id, step, *counts)
         for end in finished:
-            self.recorder.mark(FINISHED, end.request_id, self._step, end.num_output_tokens)
+            self.recorder.mark(FINISHED, end.request_id, step, end.num_output_tokens)
         return StepOutput(
             step=self._step,
             request_ids=pack_request_ids([request.request_id for request in done.requests]),

@@ -61,9 +61,10 @@ class ModelRunner:
         model: LlamaForCausalLM,
         attention: Attention,
         spec: AttentionSpec,
-        max_num_seqs: int,
+        config: EngineConfig,
         recorder: Recorder | None = None,
     ) -> None:
+        max_num_seqs = config.max_num_seqs
         self.model, self.attention, self.spec = model, attention, spec
         self.attention_name = attention.name
         self._recorder = recorder or Recorder()
@@ -73,7 +74,7 @@ class ModelRunner:
         # Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary], of a batch.
         self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]] = self._run_layers
         if isinstance(attention, CpuAttention) and CpuModel.supports(model):
-            self.forward = CpuModel(model, attention).forward
+            self.forward = CpuModel(model, attention, config.max_num_batched_tokens).forward
 
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. There are no graphs here."""
@@ -198,7 +199,7 @@ def _make_runner(
         from engine_core.cuda.runner import CudaRunner  # needs triton
 
         return CudaRunner(model, spec, config, max_model_len, flash, recorder)
-    return ModelRunner(model, make_attention(config.attention, spec), spec, config.max_num_seqs, recorder)
+    return ModelRunner(model, make_attention(config.attention, spec), spec, config, recorder)
 
 
 def _load_model(

@@ -185,12 +185,12 @@ class Backend:
                 self._flush()
 
     def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
         began = self.recorder.begin(WRITE)
-        for direct in self._unflushed:
+        for direct in unflushed:
             direct.flush()
         # One span for all streams, and of none: a request's own are those of its first and last event.
-        self.recorder.end(WRITE, began, -1, 0, len(self._unflushed))
-        self._unflushed.clear()
+        self.recorder.end(WRITE, began, -1, 0, len(unflushed))
 
     def _dispatch(self, batch: Iterable[FrontendMessage]) -> None:
         for message in batch:

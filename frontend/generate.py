@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from frontend.backend import Backend
 from frontend.errors import from_error
@@ -33,6 +34,7 @@ class Generator:
         connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
         if connection is not None:
             handle.on_overflow = connection.cut
+            connection.on_lost = partial(self._backend.cancel, handle)
         watcher = asyncio.ensure_future(self._watch(receive, handle))
         try:
             if job.stream:
@@ -40,6 +42,8 @@ class Generator:
             return await self._whole(job, identity, handle, send)
         finally:
             watcher.cancel()
+            if connection is not None:
+                connection.on_lost = None
             self._backend.cancel(handle)  # whatever went wrong, nothing is left running
 
     async def _watch(self, receive: Receive, handle: Handle) -> None:

@@ -38,6 +38,10 @@ class Connection(Protocol):
     def cut(self) -> None:
         """Close the connection, even if its writer is blocked."""
 
+    on_lost: Callable[[], None] | None
+    """Called when the connection is gone. The ASGI messages tell only the last request that came in, which need not be
+    the one that is answered."""
+
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
@@ -112,6 +116,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._in_headers = True
         self._header_timer: asyncio.TimerHandle | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,6 +125,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         if self._in_headers:

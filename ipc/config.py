@@ -39,13 +39,14 @@ class Endpoints(Config, frozen=True):
     def make(
         cls, address: Callable[[str], str], *, frontends: int = 1, tokenizers: int = 1, detokenizers: int = 1
     ) -> Endpoints:
-        """`address` turns a name into an address, such as `RunDirectory.address`."""
+        """`address` turns a name into an address, such as `RunDirectory.address`. Names are short, as socket paths must
+        be."""
         return cls(
             supervisor=address("supervisor"),
-            tokenizers=tuple(address(f"tokenizer.{i}") for i in range(tokenizers)),
+            tokenizers=tuple(address(f"tok.{i}") for i in range(tokenizers)),
             engine=address("engine"),
-            detokenizers=tuple(address(f"detokenizer.{i}") for i in range(detokenizers)),
-            frontends=tuple(address(f"frontend.{i}") for i in range(frontends)),
+            detokenizers=tuple(address(f"detok.{i}") for i in range(detokenizers)),
+            frontends=tuple(address(f"front.{i}") for i in range(frontends)),
         )
 
 

@@ -10,6 +10,7 @@ tokenizer.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -22,6 +23,7 @@ from tokenizer_proc.actor import TokenizerActor
 from tokenizer_proc.encode import LONG_CHARS
 from tokenizer_proc.template_limits import weight
 
+logger = logging.getLogger(__name__)
 LONG_IDS_BYTES = 4 * 65_536
 _NICE = 10  # where cores are few, the engine's steps and short prompts come first
 
@@ -63,8 +65,14 @@ class TwoLanes:
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while True:
-            self._post(Answered(self._long.handle([self._waiting.get()])))
+        try:
+            while True:
+                self._post(Answered(self._long.handle([self._waiting.get()])))
+        except (
+            BaseException
+        ):  # a panic of the libraries in Rust is no `Exception`; in the other lane it ends the process
+            logger.critical("the lane of long texts failed", exc_info=True)
+            os._exit(1)
 
 
 def is_long(message: TokenizerMessage) -> bool:
@@ -82,5 +90,5 @@ def _is_long(prompt: Prompt) -> bool:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) > LONG_CHARS
     if isinstance(prompt, ChatPrompt):
-        return weight([prompt.messages, prompt.tools], LONG_CHARS) > LONG_CHARS
+        return weight([prompt.messages, prompt.tools, prompt.template_kwargs], LONG_CHARS) > LONG_CHARS
     return len(prompt.ids) > LONG_IDS_BYTES

@@ -33,8 +33,9 @@ class CpuModel:
     The program is made again when a step is larger than all before it; others set what is new in its arguments.
     """
 
-    def __init__(self, model: LlamaForCausalLM, attention: CpuAttention) -> None:
-        self._model, self._attention = model, attention
+    def __init__(self, model: LlamaForCausalLM, attention: CpuAttention, most_tokens: int) -> None:
+        """`most_tokens`: of any step."""
+        self._model, self._attention, self._most_tokens = model, attention, most_tokens
         self._capacity = 0
         self._logits = torch.empty(0)
         self._cos = self._sin = torch.empty(0)
@@ -71,7 +72,7 @@ class CpuModel:
     def _make_room(self, tokens: int, rows: int, length: int) -> None:
         """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
         if tokens > self._capacity:
-            self._make_program(max(tokens, 2 * self._capacity), max(rows, len(self._logits)))
+            self._make_program(max(tokens, min(2 * self._capacity, self._most_tokens)), max(rows, len(self._logits)))
         elif rows > len(self._logits):
             self._make_program(self._capacity, rows)
         if length > len(self._cos):

@@ -78,13 +78,20 @@ class BodyParser:
             raise ApiError(refusal.status, refusal.message, refusal.param, refusal.code)
         return reply
 
-    async def _exchange(self, head: bytes, body: bytes) -> bytes:
-        process = self._process
-        if process is None or process.returncode is not None:
-            process = self._process = await asyncio.create_subprocess_exec(
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "frontend.parser",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
             )  # fmt: skip
+        except OSError as error:  # of memory, files or processes: nothing the client can put right
+            logger.warning("cannot start the process that parses large bodies: %s", error)
+            raise ApiError(503, "large requests cannot be parsed now", code="overloaded", retry_after=1) from None
+
+    async def _exchange(self, head: bytes, body: bytes) -> bytes:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = self._process = await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(frame(head) + LENGTH.pack(len(body)))

@@ -31,6 +31,7 @@ HEADER_BYTES: Final = 128
 # magic, version, record bytes, number of records, pid, CLOCK_MONOTONIC ns and CLOCK_REALTIME ns of one moment, name
 HEADER: Final = struct.Struct("<8sIIIIqq64s")
 RECORD: Final = struct.Struct("<QQqqiiiI")
+LONGEST: Final = 2**48 - 1  # nanoseconds of a span, 78 hours: an idle process may wait longer
 CODE_BITS: Final = 16
 SUFFIX: Final = ".ring"
 
@@ -89,12 +90,12 @@ class RingRecorder(Recorder):
 
     def end(self, code: int, began: int, id: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:
         n = self._next()
-        word = (time.monotonic_ns() - began) << 16 | code
+        word = min(time.monotonic_ns() - began, LONGEST) << 16 | code
         self._pack(self._records, (n & self._mask) * 48, n, word, began, id, a, b, c, n & 0xFFFF_FFFF)
 
     def span(self, code: int, began: int, ended: int, id: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:
         n = self._next()
-        word = max(0, ended - began) << 16 | code
+        word = min(max(0, ended - began), LONGEST) << 16 | code
         self._pack(self._records, (n & self._mask) * 48, n, word, began, id, a, b, c, n & 0xFFFF_FFFF)
 
     def mark(self, code: int, id: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:

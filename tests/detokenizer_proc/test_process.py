@@ -89,4 +89,4 @@ def test_process(byte_level: Tokenizer, tmp_path: Path) -> None:
             assert process.wait(60) == 0
         finally:
             process.kill()
-    assert not (tmp_path / "detokenizer.0").exists()
+    assert not (tmp_path / "detok.0").exists()

@@ -60,6 +60,22 @@ async def test_a_client_that_leaves_aborts_its_requests(server: FakeServer, stre
     await asyncio.to_thread(until, lambda: metric(server, "num_requests_in_flight") == 0)
 
 
+@pytest.mark.parametrize("prompt", ["/endless", "/flood"])
+def test_clients_leave_at_any_moment(make_server: MakeServer, prompt: str) -> None:
+    """Between the loss of a connection and the end of its request, text for it may still come."""
+    server = make_server()
+    request = httpx.Request("POST", f"{server.url}/v1/chat/completions", json=body(prompt, stream=True))
+    raw = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+    raw += b"%d\r\n\r\n" % len(request.content) + request.content
+    for index in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            # Every other one has asked for more: then the protocol's current request is not the one being answered.
+            client.sendall(raw + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * (index % 2))
+            assert client.recv(100)
+    until(lambda: metric(server, "num_requests_in_flight") == 0)
+    assert server.failure is None
+
+
 def test_many_clients_vanish_in_mid_stream(server: FakeServer) -> None:
     socks = []
     request = b'{"messages": [{"role": "user", "content": "/endless"}], "stream": true}'

@@ -51,6 +51,26 @@ class HeldActor(TokenizerActor):
         return super().handle(batch)
 
 
+class PanickingActor(TokenizerActor):
+    """As a library that panics in Rust: what it raises is no `Exception`."""
+
+    def handle(self, batch: list[TokenizerMessage]) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_panic_in_the_lane_ends_the_process(smollm2: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("os._exit", lambda _: ended.set())
+    two = TwoLanes(TokenizerActor(smollm2), PanickingActor(smollm2.for_another_thread()), lambda _: None)
+    assert two.handle([submit(LONG, 1)]) == []
+    assert ended.wait(DEADLINE_S)
+
+
+def test_arguments_of_the_template_count() -> None:
+    documents = {"documents": ["x" * (LONG_CHARS + 1)]}
+    assert is_long(submit(ChatPrompt(messages=[{"role": "user", "content": "hi"}], template_kwargs=documents), 1))
+
+
 @pytest.fixture
 def lanes(smollm2: TextModel) -> Any:
     """(inbox, engine's inbox, frontend's inbox, the actor of long texts), driven in a thread."""

@@ -208,6 +208,17 @@ def test_a_recorder_that_keeps_nothing_takes_everything(capsys: pytest.CaptureFi
     assert not recorder.keeps
 
 
+def test_a_span_of_days_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with nothing to do for a long weekend."""
+    recorder = RingRecorder(tmp_path, "idle", 8)
+    now = time.monotonic_ns() + 2**51
+    monkeypatch.setattr("ipc.recorder.ring.time.monotonic_ns", lambda: now)
+    recorder.end(WRITE, now - 2**49)
+    recorder.span(WRITE, now - 2**50, now)
+    (records,) = [ring.records for ring in read_rings(tmp_path)]
+    assert len(records) == 2
+
+
 def test_names_of_clients_fit_into_two_numbers() -> None:
     assert name_words("chatcmpl-ffffffffffffffff0000000000000000") == (2**31 - 1, 2**31 - 1)
     assert name_words("cmpl-00000000000000000000000000000000") == (-(2**31), -(2**31))
