@@ -19,7 +19,7 @@ from frontend.trace.summary import summarize
 from frontend.trace.timeline import build
 from ipc.recorder.events import COMMIT, DECODE, DELIVER, ENCODE, FINISHED, FIRST_TOKEN, GPU, PARSE, PUBLISH, WRITE
 from ipc.recorder.reader import Recording, read_rings
-from ipc.recorder.store import read_about
+from ipc.recorder.store import read_about, run_name
 from tests.frontend.trace import trace_format
 
 from .conftest import DEADLINE_S, ROOT, eventually
@@ -92,19 +92,19 @@ def test_a_clean_stop_keeps_the_recording_on_disk(real: Callable[..., Any], tmp_
     about = read_about(live)
     assert about.clocks.keys() == NAMES
     assert all(clock.agrees and clock.bound_us < 120e6 for clock in about.clocks.values())
-    check_command(run, tmp_path, "running")
+    check_command(run, tmp_path, "running", run_name(live, run.run_dir))
     run.process.send_signal(signal.SIGTERM)
     assert run.exit_code() == 0
     run.assert_nothing_left()
     check(read_rings(kept(tmp_path)))
-    check_command(run, tmp_path, "ended")
+    check_command(run, tmp_path, "ended", kept(tmp_path).name)
 
 
-def check_command(run: Any, tmp_path: Path, state: str) -> None:
-    """`gapless trace`, asked as a user does."""
+def check_command(run: Any, tmp_path: Path, state: str, name: str) -> None:
+    """`gapless trace`, asked as a user does. By name: other servers of this user may be running."""
     env = os.environ | {"XDG_RUNTIME_DIR": str(run.base), "XDG_STATE_HOME": str(tmp_path / "state")}
     out, html = tmp_path / f"{state}.json", tmp_path / f"{state}.html"
-    command = [sys.executable, "-m", "frontend.cli", "trace", "-o", str(out), "--html", str(html)]
+    command = [sys.executable, "-m", "frontend.cli", "trace", name, "-o", str(out), "--html", str(html)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f", {state}, model " in done.stdout
