@@ -54,11 +54,13 @@ class EngineOptions(Config, frozen=True):
     """The settings of the engine that do not depend on which model it runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Model", "where to run")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "type")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("Model", "precision")] = "auto"
     # "auto" keeps a GGUF's own precision in int8 blocks; "none" is exact in `dtype`.
-    weights: Annotated[Literal["auto", "none", "int8"], option("Model", "held on the CPU as")] = "auto"
-    attention: Annotated[Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "kernels")] = "auto"
-    load_format: Annotated[Literal["auto", "dummy"], option("Model", "weights come from")] = "auto"
+    weights: Annotated[Literal["auto", "none", "int8"], option("Model", "weights on the CPU")] = "auto"
+    attention: Annotated[
+        Literal["auto", "torch", "cpu", "triton", "flash_attn"], option("Model", "attention kernels")
+    ] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], option("Model", "random weights if dummy")] = "auto"
     overlap: Annotated[bool, option("Memory & scheduling", "launch the next step while this one runs")] = True
     cuda_graphs: Annotated[bool, option("Memory & scheduling", "replay GPU steps as CUDA graphs")] = True
     max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer [the model's]")] = None
@@ -85,8 +87,8 @@ class EngineOptions(Config, frozen=True):
     ] = None
     profile_steps: Annotated[str | None, option("Memory & scheduling", "A:B: capture steps A to B [none]")] = None
     # The device's limits, of which /metrics tells the share that steps reach.
-    peak_bandwidth: Annotated[Limit | None, option("Memory & scheduling", "device's GB/s [measured]")] = None
-    peak_tflops: Annotated[Limit | None, option("Memory & scheduling", "device's TFLOP/s [measured]")] = None
+    peak_bandwidth: Annotated[Limit | None, option("Memory & scheduling", "device's GB/s [found]")] = None
+    peak_tflops: Annotated[Limit | None, option("Memory & scheduling", "device's TFLOP/s [found]")] = None
     seed: Annotated[
         int, Meta(ge=0, le=2**63 - 1), option("Memory & scheduling", "seed of requests that bring none")
     ] = 0
@@ -134,9 +136,15 @@ class ServerOptions(Config, frozen=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1), option("Server", "largest request body; then 413")] = (
         32 * 2**20
     )
-    frontend_procs: Annotated[ProcessCount | None, option("Server", "HTTP processes on one port [cores / 4]")] = None
-    tokenizer_procs: Annotated[ProcessCount | None, option("Server", "processes for text to ids [cores / 8]")] = None
-    detokenizer_procs: Annotated[ProcessCount | None, option("Server", "processes for ids to text [cores / 8]")] = None
+    frontend_procs: Annotated[
+        ProcessCount | None, option("Server", "HTTP processes on one port [cores / 4, at most 8]")
+    ] = None
+    tokenizer_procs: Annotated[
+        ProcessCount | None, option("Server", "processes for text to ids [cores / 8, at most 4]")
+    ] = None
+    detokenizer_procs: Annotated[
+        ProcessCount | None, option("Server", "processes for ids to text [cores / 8, at most 4]")
+    ] = None
     stream_buffer_bytes: Annotated[
         int, Meta(ge=1024, le=2**31 - 1), option("Server", "unread bytes that drop a slow client")
     ] = 1 << 20

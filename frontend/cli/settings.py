@@ -29,9 +29,7 @@ class ProgramOptions(Config, frozen=True):
     model: Annotated[str | None, option("Model", "alias, folder, .gguf file or hub id [smollm2]")] = None
     config: Annotated[str | None, option("Program", "TOML file with settings [see gapless --help]")] = None
     cache_dir: Annotated[str | None, option("Program", "where models are kept [the user's cache]")] = None
-    log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR"], option("Program", "least severe log line to print")
-    ] = "WARNING"
+    log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], option("Program", "log")] = "WARNING"
 
 
 class AnswerOptions(Config, frozen=True):

@@ -10,6 +10,7 @@ import click
 
 from frontend.cli.app import COMMANDS, GROUP
 from frontend.cli.bench import COMMAND as BENCH
+from frontend.cli.models import ALIASES
 from frontend.cli.reference import render
 from frontend.cli.settings import OPTIONS
 
@@ -64,3 +65,11 @@ def test_links_between_the_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_models_named_in_commands_can_be_had() -> None:
+    """An alias, a hub id, a file or folder, or a placeholder."""
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for name in re.findall(r"gapless (?:serve|explain|pull) +([^\s#-][^\s]*)", block):
+                assert name in ALIASES or "/" in name or name in ("[MODEL]", "MODEL"), f"{page.name}: {name}"
