@@ -25,7 +25,7 @@ from ipc.config import Endpoints
 from ipc.errors import UserError
 from ipc.messages import Progress, Ready, Serving, StartFailed
 from ipc.recorder.nvtx import with_nvtx
-from ipc.recorder.ring import FEW_RECORDS, RECORDS, Recorder, RingRecorder
+from ipc.recorder.ring import Recorder, RingRecorder, num_records
 from ipc.recorder.store import LINK
 from ipc.run_dir import read_config, remove_run_directory
 
@@ -150,12 +150,10 @@ def _recorder(name: str, folder: Path) -> Recorder:
     """The process's flight recorder; one that keeps nothing where there is no room for its ring."""
     recorder = Recorder()
     if folder.is_dir():  # not for a process that was started by hand
-        for num_records in (RECORDS, FEW_RECORDS):
-            try:
-                recorder = RingRecorder(folder.resolve(), name, num_records)
-                break
-            except OSError as error:
-                logger.warning("no room for a recording of %d records: %s", num_records, error)
+        try:
+            recorder = RingRecorder(folder.resolve(), name, num_records(folder))
+        except OSError as error:
+            logger.warning("no room for a recording: %s", error)
     recorder.watch_gc()
     return with_nvtx(recorder)
 

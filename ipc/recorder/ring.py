@@ -38,6 +38,13 @@ SUFFIX: Final = ".ring"
 RECORDS: Final = 1 << 17  # 6 MiB: some ten seconds of an engine that makes a step in half a millisecond
 FEW_RECORDS: Final = 1 << 13  # where shared memory is scarce
 _SHORT_GC_NS = 20_000
+_SHARE = 32  # a full ring takes no more than this part of what is free: there are more processes, and other users
+
+
+def num_records(folder: Path) -> int:
+    """How many a ring in `folder` should hold. A container's shared memory may be 64 MiB in all."""
+    found = os.statvfs(folder)
+    return RECORDS if found.f_bavail * found.f_frsize >= _SHARE * RECORDS * RECORD.size else FEW_RECORDS
 
 
 class Recorder:

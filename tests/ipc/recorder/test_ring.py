@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ipc.recorder.events import COMMIT, GC, KINDS, LAUNCH, SCHEDULE, WRITE, name_words
 from ipc.recorder.reader import NotARing, parse_ring, read_ring, read_rings, used_bytes
-from ipc.recorder.ring import HEADER_BYTES, RECORD, Recorder, RingRecorder
+from ipc.recorder.ring import FEW_RECORDS, HEADER_BYTES, RECORD, RECORDS, Recorder, RingRecorder, num_records
 
 ROOT = Path(__file__).parents[3]
 
@@ -217,6 +218,12 @@ def test_a_span_of_days_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     recorder.span(WRITE, now - 2**50, now)
     (records,) = [ring.records for ring in read_rings(tmp_path)]
     assert len(records) == 2
+
+
+def test_rings_are_small_where_shared_memory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mib, expected in ((64, FEW_RECORDS), (24 * 1024, RECORDS)):
+        monkeypatch.setattr("os.statvfs", lambda _, mib=mib: SimpleNamespace(f_bavail=mib * 256, f_frsize=4096))
+        assert num_records(tmp_path) == expected
 
 
 def test_names_of_clients_fit_into_two_numbers() -> None:
