@@ -29,7 +29,7 @@ def main(config: EngineProcessConfig, child: Child) -> None:
     with child.phase("starting the engine"):
         engine = build_engine(config.engine, child.progress, child.recorder)
     peaks = _peaks(engine.facts, config.engine)
-    # Each detokenizer gets every step and picks its rows: cheaper for this process than to pick them here.
+    # Each detokenizer gets every step and picks its rows: a step is encoded once, however many there are.
     detokenizers = Broadcast(connect(config.endpoints, "detokenizers").values())
     frontends = connect(config.endpoints, "frontends").values()
     gc.collect()

@@ -54,8 +54,8 @@ def decode(
     rows = qkv.shape[0]
     out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows > FUSED_MAX_ROWS:
-        rope = _Rope(q_norm, k_norm, eps, cos_sin)
-        _paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window, order, rope)
+        rope = Rope(q_norm, k_norm, eps, cos_sin)
+        paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window, order, rope)
         return out
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)
@@ -96,7 +96,7 @@ def decode(
     return out
 
 
-class _Rope(NamedTuple):
+class Rope(NamedTuple):
     """What turns a QKV product into q, k, v."""
 
     q_norm: torch.Tensor | None
@@ -115,24 +115,11 @@ def paged_decode(
     spec: AttentionSpec,
     splits: int,
     window: int | None = None,
+    order: torch.Tensor | None = None,
+    rope: Rope | None = None,
 ) -> None:
-    """q [rows, at least heads * head_dim] (a view of qkv will do), rotated, its K and V already in the cache."""
-    _paged_decode(q, cache, tables, slots, lengths, out, spec, splits, window, None, None)
-
-
-def _paged_decode(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
-    spec: AttentionSpec,
-    splits: int,
-    window: int | None,
-    order: torch.Tensor | None,
-    rope: _Rope | None,
-) -> None:
+    """q [rows, at least heads * head_dim]: rotated (a view of qkv will do), its K and V already in the cache; or with
+    `rope` the QKV product itself. `order` as for `decode`."""
     rows = q.shape[0]
     dim = triton.next_power_of_2(spec.head_dim)
     partial, log_sums = _workspace(rows, splits, spec)

@@ -12,18 +12,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_core.kernels.triton_paged_decode import turn
+
 
 @triton.jit
 def _head(base, norm, cos, sin, same, partner, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
     """One head after RMSNorm and RoPE, the same in every row of a [rows, D] tile; rounded to the input's dtype."""
-    raw = tl.load(base + same, mask=inside, other=0.0)
-    a = raw.to(tl.float32)
-    b = tl.load(base + partner, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(base + same, mask=inside, other=0.0)
+    b = tl.load(base + partner, mask=inside, other=0.0)
+    wa, wb = a, b  # not read without QK-norm
     if NORM:
-        scale = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
-        a = (a * scale).to(raw.dtype).to(tl.float32) * tl.load(norm + same, mask=inside, other=0.0).to(tl.float32)
-        b = (b * scale).to(raw.dtype).to(tl.float32) * tl.load(norm + partner, mask=inside, other=0.0).to(tl.float32)
-    return (a * cos + b * sin).to(raw.dtype).to(tl.float32)
+        wa = tl.load(norm + same, mask=inside, other=0.0)
+        wb = tl.load(norm + partner, mask=inside, other=0.0)
+    return turn(a, b, wa, wb, cos, sin, eps, D, NORM).to(tl.float32)
 
 
 @triton.jit
