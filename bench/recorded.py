@@ -30,6 +30,7 @@ Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 # One or a few of each per request: kept from before a window too, since they say when there was work at all.
 OF_REQUESTS = (events.PARSE, events.NAMED, events.ENCODE, events.RECEIVED, events.FIRST_TOKEN, events.FINISHED)
+FOLLOWING_NS = 50_000_000
 MOST_RECORDS_PER_S = 35_000  # seven a step, 5,000 steps a second
 
 
@@ -188,7 +189,8 @@ def recording(path: Path, first_ns: int, last_ns: int) -> Recording:
 def who_idled(folder: Path, first_ns: int, last_ns: int) -> dict[str, Any]:
     """The device's idle time between these moments by cause, and where requests spent theirs, as `gapless trace` tells:
     shares of the time in which there were requests, and milliseconds."""
-    timeline = build([recording(path, first_ns, last_ns) for path in rings(folder).values()])
+    # What follows on the last step belongs to it.
+    timeline = build([recording(path, first_ns, last_ns + FOLLOWING_NS) for path in rings(folder).values()])
     summary = summarize(timeline)
     if not summary.engines or not summary.engines[0].steps:
         return {}

@@ -18,17 +18,20 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 
 from bench.recorded import codes, durations, read_records, rings
 from bench.shapes import write_config
+from ipc.config import EngineConfig
 from ipc.recorder.events import PREPARE
 from ipc.recorder.store import LINK
 from ipc.run_dir import PREFIX
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CONTEXT, LONG_CONTEXT = 8192, 1 << 18  # that of the engine; that of the tokenizer
 START_S = 180.0
 STOP_S = 20.0
 SHORT_NS = 1_000_000
@@ -46,13 +49,13 @@ def make_tokenizer(gguf: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def make_model(shape: str, tokenizer: Path, root: Path, context: int | None = None) -> Path:
-    """A model folder without weights. `context`: another length than the published one."""
+def make_model(shape: str, tokenizer: Path, root: Path) -> Path:
+    """A model folder without weights, whose context is told to be long: a tokenizer refuses, unread, what has more
+    characters than any context of that length."""
     folder = write_config(shape, root)
-    if context is not None:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["max_position_embeddings"] = context
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = LONG_CONTEXT
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizer} has no tokenizer.json; --make-tokenizer writes one")
     for name in TOKENIZER_FILES:
@@ -167,8 +170,22 @@ class Served:
             self.process.wait()
 
 
+def serve_arguments(model: Path, device: str, more: Sequence[str] = ()) -> list[str]:
+    """Those of `gapless serve`."""
+    return [str(model), "--load-format", "dummy", "--device", device, "--max-model-len", str(CONTEXT), *more]
+
+
+def engine_config(arguments: Sequence[str]) -> EngineConfig:
+    """What `gapless serve` would give its engine."""
+    from frontend.cli.serve import COMMAND
+    from frontend.cli.settings import load
+
+    settings = load(COMMAND.make_context("serve", list(arguments)).params)
+    return EngineConfig(model=arguments[0], **msgspec.structs.asdict(settings.engine))
+
+
 @contextlib.contextmanager
-def serve(model: Path, device: str, arguments: Sequence[str] = ()) -> Iterator[Served]:
+def serve(arguments: Sequence[str]) -> Iterator[Served]:
     """Start it; it is not ready yet. Stopped on leaving."""
     port = free_port()
     home = Path(tempfile.mkdtemp(prefix="online-"))  # short: socket addresses hold 107 bytes
@@ -180,13 +197,14 @@ def serve(model: Path, device: str, arguments: Sequence[str] = ()) -> Iterator[S
         "XDG_RUNTIME_DIR": str(runtime),
         "XDG_STATE_HOME": str(home / "state"),
     }
-    command = [sys.executable, "-m", "frontend.cli", "serve", str(model), "--load-format", "dummy", "--device", device]
-    command += ["--port", str(port), "--served-model-name", model.name, *arguments]
+    name = Path(arguments[0]).name
+    command = [sys.executable, "-m", "frontend.cli", "serve", *arguments, "--port", str(port)]
+    command += ["--served-model-name", name]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
-    served = Served(process, f"http://127.0.0.1:{port}", model.name, log, runtime)
+    served = Served(process, f"http://127.0.0.1:{port}", name, log, runtime)
     try:
         yield served
     finally:

@@ -18,7 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from bench.recorded import Steps, in_common, read_records, rings, steady_steps
+from ipc.config import EngineConfig
 from ipc.processes import child_environment
 from ipc.recorder.ring import RingRecorder
 from ipc.recorder.store import SHARED_MEMORY
@@ -28,12 +31,14 @@ LIMIT_S = 110.0
 
 
 def measure_alone(
-    model: Path, device: str, sizes: Sequence[int], prompt_tokens: int, tokens: int, rounds: int
+    config: EngineConfig, sizes: Sequence[int], prompt_tokens: int, tokens: int, rounds: int
 ) -> dict[int, list[Steps]]:
     """Steady steps by the number of sequences, a list of rounds each. Raises RuntimeError if the process fails."""
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None  # a ring on a disk stops its writer now and then
     with tempfile.TemporaryDirectory(dir=base) as folder:
-        command = [sys.executable, "-m", "bench.steps_alone", str(model), "--device", device, "--into", folder]
+        settings = Path(folder) / "engine.json"
+        settings.write_bytes(msgspec.json.encode(config))
+        command = [sys.executable, "-m", "bench.steps_alone", str(settings), "--child"]
         command += ["--sizes", ",".join(map(str, sizes)), "--prompt-tokens", str(prompt_tokens)]
         command += ["--tokens", str(tokens), "--rounds", str(rounds)]
         root = str(Path(__file__).parents[1])
@@ -54,10 +59,10 @@ def child(given: argparse.Namespace) -> None:
     """Prints [size, begin, end] of each round but the first of a size, which may capture graphs; CLOCK_MONOTONIC ns."""
     from engine_core.build import build_engine
     from engine_core.measure import Driver
-    from ipc.config import EngineConfig
 
-    config = EngineConfig(model=given.model, device=given.device, load_format="dummy")
-    driver = Driver(build_engine(config, recorder=RingRecorder(Path(given.into), "engine_core", RECORDS)))
+    settings = Path(given.model)
+    config = msgspec.json.decode(settings.read_bytes(), type=EngineConfig)
+    driver = Driver(build_engine(config, recorder=RingRecorder(settings.parent, "engine_core", RECORDS)))
     random.seed(time.time_ns())
     for size in given.sizes:
         for turn in range(given.rounds + 1):
@@ -76,13 +81,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--into", help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.into:
+    if given.child:
         child(given)
         return
-    lengths = given.prompt_tokens, given.tokens, given.rounds
-    for size, many in measure_alone(Path(given.model), given.device, given.sizes, *lengths).items():
+    config = EngineConfig(model=given.model, device=given.device, load_format="dummy")
+    for size, many in measure_alone(config, given.sizes, given.prompt_tokens, given.tokens, given.rounds).items():
         common = in_common(many)
         for steps in (steps.with_kv(*common) for steps in many):
             print(f"{size} sequences: {steps.p50_ms:.4f} ms in the median of {len(steps)} steps, idle {steps.idle:.2%}")
