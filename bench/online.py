@@ -57,8 +57,7 @@ def run(report: Report, given: argparse.Namespace, root: Path) -> None:
     }
     report.emit("machine", **machine(), client=str(given.client or "frontend.loadtest"), arguments=arguments)
     if "step" in parts:
-        config = engine_config(arguments)
-        report.attempt("step: alone, before", 120, lambda: steps.measure_alone(config, "before"))
+        report.attempt("step: alone, before", 120, lambda: steps.measure_alone(engine_config(arguments), "before"))
     with contextlib.ExitStack() as stack:
         server: Served | None = None
         for part in parts:
@@ -70,7 +69,7 @@ def run(report: Report, given: argparse.Namespace, root: Path) -> None:
             report.emit("server", running=server.process.poll() is None, log=server.log_tail(15))
     if "step" in parts:
         if not given.quick:
-            report.attempt("step: alone, after", 90, lambda: steps.measure_alone(config, "after"))
+            report.attempt("step: alone, after", 90, lambda: steps.measure_alone(engine_config(arguments), "after"))
         report.attempt("step: compared", 30, steps.compare)
 
 

@@ -129,7 +129,7 @@ class StepBench:
         calm = [runs[name].steps for name, disturb in disturbances.items() if disturb is None and name in runs]
         for name, done in runs.items():
             if done.told and calm:
-                self.compare_stall(name, done, calm)
+                self.report.attempt(f"compare: {name}", 30, lambda n=name, d=done: self.compare_stall(n, d, calm))  # type: ignore[misc]
 
     def compare_stall(self, name: str, run: Run, calm: Sequence[Steps]) -> None:
         told, last = run.told, int(run.steps.end[-1])

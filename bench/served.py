@@ -25,7 +25,7 @@ import psutil
 from bench.recorded import codes, durations, read_records, rings
 from bench.shapes import write_config
 from ipc.config import EngineConfig
-from ipc.recorder.events import PREPARE
+from ipc.recorder.events import PREPARE, WAIT
 from ipc.recorder.store import LINK
 from ipc.run_dir import PREFIX
 
@@ -35,6 +35,7 @@ CONTEXT, LONG_CONTEXT = 8192, 1 << 18  # that of the engine; that of the tokeniz
 START_S = 180.0
 STOP_S = 20.0
 SHORT_NS = 1_000_000
+QUIET_WAITS = 3
 
 
 def make_tokenizer(gguf: Path, folder: Path) -> None:
@@ -106,18 +107,19 @@ class Served:
         self.recordings = (run / LINK).resolve()
         return took
 
-    def wait_until_settled(self, limit_s: float = 40.0, quiet_s: float = 2.5) -> float:
-        """Seconds until the engine has captured the graphs that it puts off until there is nothing to do."""
-        begin, ring = time.monotonic(), rings(self.recordings)["engine_core"]
-        while time.monotonic() - begin < limit_s:
+    def wait_until_settled(self, limit_s: float = 60.0) -> float:
+        """Seconds until the engine has captured the graphs that it puts off until there is nothing to do: then it does
+        nothing but wait, a second at a time."""
+        began, ring = time.monotonic_ns(), rings(self.recordings)["engine_core"]
+        while time.monotonic_ns() - began < limit_s * 1e9:
             time.sleep(0.5)
             found = read_records(ring)
-            # The engine looks whether there is something to prepare whenever it has nothing to do.
-            prepared = found["begin"][(codes(found) == PREPARE) & (durations(found) > SHORT_NS)]
-            latest = max(int(np.max(prepared)) / 1e9 if len(prepared) else 0.0, begin)
-            if time.monotonic() - latest > quiet_s:
+            # Whenever it has nothing to do it looks whether there is something to prepare.
+            worked = found["begin"][(codes(found) == PREPARE) & (durations(found) > SHORT_NS)]
+            latest = max(int(worked.max()) if len(worked) else 0, began)
+            if np.count_nonzero(found["begin"][codes(found) == WAIT] > latest) >= QUIET_WAITS:
                 break
-        return time.monotonic() - begin
+        return (time.monotonic_ns() - began) / 1e9
 
     def cpu_seconds(self) -> dict[str, float]:
         """Of each process since its start, with the children that it has of its own."""
