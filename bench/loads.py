@@ -7,7 +7,7 @@ import random
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +67,7 @@ class Result:
     errors: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
-        names = ("tokens_s", "events_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "failed")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in asdict(self).items() if name != "cpu_seconds"}
 
 
 @dataclass(frozen=True)

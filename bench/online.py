@@ -55,7 +55,8 @@ def run(report: Report, given: argparse.Namespace, root: Path) -> None:
         "step": lambda server: report.attempt("step: online", 120, lambda: steps.measure_online(server)),
         "stall": steps.measure_stalls,
     }
-    report.emit("machine", **machine(), client=str(given.client or "frontend.loadtest"), arguments=arguments)
+    about = {"client": str(given.client or "frontend.loadtest"), "arguments": arguments}
+    report.attempt("machine", 10, lambda: report.emit("machine", **machine(), **about))
     if "step" in parts:
         report.attempt("step: alone, before", 120, lambda: steps.measure_alone(engine_config(arguments), "before"))
     with contextlib.ExitStack() as stack:

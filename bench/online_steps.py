@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.recorded import EngineWatch, Steps, in_common, rings, steady_steps, who_idled
+from bench.recorded import ENGINE, EngineWatch, Records, Steps, in_common, rings, steady_steps, who_idled
 from bench.report import Report, missed, rounded
 from bench.served import CONTEXT, Served
 from bench.steps_alone import measure_alone
@@ -34,6 +34,7 @@ class Run:
     """Streams that began together, from their beginning to their end."""
 
     steps: Steps
+    records: Records  # of the engine
     seen: dict[str, Any]  # by the clients
     told: dict[str, Any]  # by the disturbance
 
@@ -65,10 +66,11 @@ class StepBench:
     def measure_online(self, server: Served) -> None:
         for size in self.sizes:
             self.run(server, size, self.tokens)  # may capture graphs
-            many = [self.run(server, size, self.tokens).steps for _ in range(1 if self.quick else 3)]
-            self.online[size] = many
+            runs = [self.run(server, size, self.tokens) for _ in range(1 if self.quick else 3)]
+            self.online[size] = many = [run.steps for run in runs]
             last = many[-1]
-            idle = who_idled(server.recordings, int(last.end[0]), int(last.end[-1])) if len(last) else {}
+            window = (int(last.end[0]), int(last.end[-1])) if len(last) else (0, 0)
+            idle = who_idled(server.recordings, runs[-1].records, *window)
             self.report.emit("step online", n=size, **_figures(many), causes=idle.get("causes"))
 
     def compare(self) -> None:
@@ -171,7 +173,7 @@ class StepBench:
         """`count` streams of `tokens` tokens, and `disturb` once all stream. A disturbance that fails is told, and the
         streams are read to their end all the same."""
         told: dict[str, Any] = {}
-        with EngineWatch(rings(server.recordings)["engine_core"]) as watch:
+        with EngineWatch(rings(server.recordings)[ENGINE]) as watch:
             begin = time.monotonic_ns()
             with Streams(server.url, count, tokens, PROMPT_TOKENS, self.client_procs) as clients:
                 clients.ask()
@@ -192,7 +194,7 @@ class StepBench:
         }
         steps = steady_steps(watch.records, count, begin)
         self.report.emit("streams", **seen, steps=len(steps), p50_ms=round(steps.p50_ms, 4), records_lost=watch.lost)
-        return Run(steps, seen, told)
+        return Run(steps, watch.records, seen, told)
 
 
 def stopped(server: Served, kind: str, seconds: float) -> dict[str, Any]:

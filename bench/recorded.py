@@ -30,6 +30,7 @@ Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 # One or a few of each per request: kept from before a window too, since they say when there was work at all.
 OF_REQUESTS = (events.PARSE, events.NAMED, events.ENCODE, events.RECEIVED, events.FIRST_TOKEN, events.FINISHED)
+ENGINE = "engine_core"
 FOLLOWING_NS = 50_000_000
 MOST_RECORDS_PER_S = 35_000  # seven a step, 5,000 steps a second
 
@@ -169,12 +170,11 @@ def in_common(many: Sequence[Steps]) -> tuple[int, int]:
     return max(int(steps.kv.min()) for steps in filled), min(int(steps.kv.max()) for steps in filled)
 
 
-def recording(path: Path, first_ns: int, last_ns: int) -> Recording:
+def recording(name: str, pid: int, records: Records, first_ns: int, last_ns: int) -> Recording:
     """What a process did between these moments, and what it noted of requests before."""
-    found = read_records(path)
-    code, end = codes(found), found["begin"] + durations(found)
-    inside = (end >= first_ns) & (found["begin"] <= last_ns)
-    found = found[inside | (np.isin(code, OF_REQUESTS) & (end < first_ns))]
+    code, end = codes(records), records["begin"] + durations(records)
+    inside = (end >= first_ns) & (records["begin"] <= last_ns)
+    found = records[inside | (np.isin(code, OF_REQUESTS) & (end < first_ns))]
     fields = (
         found["number"],
         codes(found),
@@ -182,28 +182,30 @@ def recording(path: Path, first_ns: int, last_ns: int) -> Recording:
         durations(found),
         *(found[name] for name in ("id", *"abc")),
     )
-    records = [Record(*values) for values in zip(*(field.tolist() for field in fields), strict=True)]
-    return Recording(*name_and_pid(path), records, 0, 0, 0, 0)
+    wanted = [Record(*values) for values in zip(*(field.tolist() for field in fields), strict=True)]
+    return Recording(name, pid, wanted, 0, 0, 0, 0)
 
 
-def who_idled(folder: Path, first_ns: int, last_ns: int) -> dict[str, Any]:
+def who_idled(folder: Path, engine: Records, first_ns: int, last_ns: int) -> dict[str, Any]:
     """The device's idle time between these moments by cause, and where requests spent theirs, as `gapless trace` tells:
-    shares of the time in which there were requests, and milliseconds."""
+    shares of the time in which there were requests, and milliseconds. `engine`: what its ring may have forgotten."""
+    found = {path: engine if name == ENGINE else read_records(path) for name, path in rings(folder).items()}
     # What follows on the last step belongs to it.
-    timeline = build([recording(path, first_ns, last_ns + FOLLOWING_NS) for path in rings(folder).values()])
+    until = last_ns + FOLLOWING_NS
+    timeline = build([recording(*name_and_pid(path), records, first_ns, until) for path, records in found.items()])
     summary = summarize(timeline)
     if not summary.engines or not summary.engines[0].steps:
         return {}
-    engine = summary.engines[0]
+    device = summary.engines[0]
     stages = [request.stages() for request in summary.requests if request.begin >= first_ns]
     times = {name: Stat.of(name, [stage[name] for stage in stages]) for name in STAGES} if stages else {}
     return {
-        "idle": round(engine.share(engine.idle_total), 5),
-        "causes": {cause: round(engine.share(time), 5) for cause, time in engine.idle.items()},
-        "no_requests": round(engine.no_requests / max(1, engine.span), 5),
-        "looked_at_s": round(engine.span / 1e9, 3),
-        "engine_us_p50": {stat.name: round(stat.p50, 1) for stat in engine.stats},
-        "engine_us_p99": {stat.name: round(stat.p99, 1) for stat in engine.stats},
+        "idle": round(device.share(device.idle_total), 5),
+        "causes": {cause: round(device.share(time), 5) for cause, time in device.idle.items()},
+        "no_requests": round(device.no_requests / max(1, device.span), 5),
+        "looked_at_s": round(device.span / 1e9, 3),
+        "engine_us_p50": {stat.name: round(stat.p50, 1) for stat in device.stats},
+        "engine_us_p99": {stat.name: round(stat.p99, 1) for stat in device.stats},
         "requests_seen": len(stages),
         "stages_ms_p50": {name: round(stat.p50 / 1e3, 3) for name, stat in times.items()},
         "stages_ms_p99": {name: round(stat.p99 / 1e3, 3) for name, stat in times.items()},

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from bench.recorded import codes, durations, read_records, rings
+from bench.recorded import ENGINE, codes, durations, read_records, rings
 from bench.shapes import write_config
 from ipc.config import EngineConfig
 from ipc.recorder.events import PREPARE, WAIT
@@ -75,7 +75,7 @@ class Served:
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, name: str, log: Path, runtime: Path) -> None:
         self.process, self.url, self.name, self.log, self._runtime = process, url, name, log, runtime
-        self.recordings = Path()  # once ready
+        self.recordings = runtime  # the rings, once ready
 
     @property
     def port(self) -> int:
@@ -84,8 +84,14 @@ class Served:
     @property
     def pids(self) -> dict[str, int]:
         """By name, without the supervisor; one that has died is left out."""
-        found = {name: int(path.stem.rpartition("-")[2]) for name, path in rings(self.recordings).items()}
-        return {name: pid for name, pid in found.items() if psutil.pid_exists(pid)}
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                words = child.cmdline()  # "gapless: NAME", or python -P -m MODULE .../NAME.json
+                title = words[0] if words else ""
+                name = title.partition(": ")[2] if title.startswith("gapless: ") else Path(words[-1]).stem
+                found[name.strip()] = child.pid
+        return found
 
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
@@ -103,14 +109,17 @@ class Served:
         else:
             raise RuntimeError(f"the server was not ready after {limit_s:.0f} s:\n{self.log_tail()}")
         took = time.monotonic() - begin
-        (run,) = self._runtime.glob(f"{PREFIX}*")
-        self.recordings = (run / LINK).resolve()
+        for run in self._runtime.glob(f"{PREFIX}*"):
+            self.recordings = (run / LINK).resolve()
         return took
 
     def wait_until_settled(self, limit_s: float = 60.0) -> float:
         """Seconds until the engine has captured the graphs that it puts off until there is nothing to do: then it does
         nothing but wait, a second at a time."""
-        began, ring = time.monotonic_ns(), rings(self.recordings)["engine_core"]
+        began, ring = time.monotonic_ns(), rings(self.recordings).get(ENGINE)
+        if ring is None:
+            time.sleep(min(limit_s, 20.0))
+            return limit_s
         while time.monotonic_ns() - began < limit_s * 1e9:
             time.sleep(0.5)
             found = read_records(ring)
@@ -125,7 +134,7 @@ class Served:
         """Of each process since its start, with the children that it has of its own."""
         found = {}
         for name, pid in {"supervisor": self.process.pid, **self.pids}.items():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, OSError, ValueError):  # not every system tells
                 process = psutil.Process(pid)
                 family = [process] if name == "supervisor" else [process, *process.children(recursive=True)]
                 times = [member.cpu_times() for member in family]

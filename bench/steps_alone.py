@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.recorded import Steps, in_common, read_records, rings, steady_steps
+from bench.recorded import ENGINE, Steps, in_common, read_records, rings, steady_steps
 from ipc.config import EngineConfig
 from ipc.processes import child_environment
 from ipc.recorder.ring import RingRecorder
@@ -48,7 +48,7 @@ def measure_alone(
         if done.returncode:
             raise RuntimeError(f"the engine alone ended with status {done.returncode}: {done.stderr[-3000:]}")
         begins = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-        records = read_records(rings(Path(folder))["engine_core"])
+        records = read_records(rings(Path(folder))[ENGINE])
     found: dict[int, list[Steps]] = {size: [] for size in sizes}
     for size, begin, end in begins:
         found[size].append(steady_steps(records[records["begin"] <= end], size, begin))
@@ -62,7 +62,7 @@ def child(given: argparse.Namespace) -> None:
 
     settings = Path(given.model)
     config = msgspec.json.decode(settings.read_bytes(), type=EngineConfig)
-    driver = Driver(build_engine(config, recorder=RingRecorder(settings.parent, "engine_core", RECORDS)))
+    driver = Driver(build_engine(config, recorder=RingRecorder(settings.parent, ENGINE, RECORDS)))
     random.seed(time.time_ns())
     for size in given.sizes:
         for turn in range(given.rounds + 1):

@@ -98,11 +98,12 @@ def test_idle_time_has_its_causes(recorder: RingRecorder) -> None:
     recorder.span(RECEIVED, 9 * MS, 9 * MS, 77, 10)
     end = record_steps(recorder, 10 * MS, [1] * 10, [1] * 10)
     recorder.span(FINISHED, end, end, 77, 0, 10)
-    found = who_idled(recorder.path.parent, 0, end)
+    records = read_records(recorder.path)
+    found = who_idled(recorder.path.parent, records, 0, end)
     assert found["idle"] == pytest.approx(0.9 / 9.9, abs=1e-4)
     assert sum(found["causes"].values()) == pytest.approx(found["idle"], abs=1e-4)
     assert found["causes"].keys() <= {"engine", "launch"}
-    assert who_idled(recorder.path.parent, end + 1000 * MS, end + 2000 * MS) == {}
+    assert who_idled(recorder.path.parent, records, end + 1000 * MS, end + 2000 * MS) == {}
 
 
 def test_a_part_that_fails_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
