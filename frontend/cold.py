@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 import time
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
@@ -22,6 +21,7 @@ from frontend.http import BodyReader
 from frontend.openai.job import check_model
 from frontend.openai.parse import DETOKENIZE, TOKENIZE
 from frontend.parser.client import BodyParser
+from frontend.version import package_version
 from ipc.codec import unpack_ids
 from ipc.config import FrontendProcessConfig
 from ipc.messages import RequestState
@@ -143,13 +143,6 @@ def _request_state(state: RequestState) -> dict[str, Any]:
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def package_version() -> str:
-    try:
-        return version("gapless")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def load_page() -> tuple[bytes, dict[str, str]]:

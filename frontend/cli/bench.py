@@ -103,7 +103,7 @@ def offline(model: str | None, arguments: Sequence[str]) -> None:
     if model is not None and model.startswith("-"):
         arguments, model = [model, *arguments], None
     with Reporter() as reporter:
-        path = resolve_model(model, reporter.progress, None).path
+        path = resolve_model(model, reporter.progress, weights="--dummy" not in arguments).path
     # By module string: torch has no place in this process.
     command = [sys.executable, "-P", "-m", "engine_core.measure", str(path), *arguments]
     done = subprocess.run(command, env=child_environment(), check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ from frontend.cli.models import DEFAULT_MODEL, cached_models, resolve_model
 from frontend.cli.params import GroupedCommand, option_params
 from frontend.cli.progress import Reporter
 from frontend.cli.settings import load
+from frontend.version import package_version
 
 
 def _pull(**flags: Any) -> None:
@@ -37,7 +37,7 @@ def size_text(count: int) -> str:
 
 
 def version_text() -> str:
-    return f"gapless {importlib.metadata.version('gapless')}"
+    return f"gapless {package_version()}"
 
 
 PULL = GroupedCommand(

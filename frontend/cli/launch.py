@@ -39,7 +39,7 @@ def serve_foreground(settings: Settings) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `CliError`."""
     begin = time.monotonic()
     with Reporter() as reporter:
-        model = resolve_model(settings.program.model, reporter.progress, settings.program.cache_dir)
+        model = _model(settings, reporter)
         launch = launch_config(settings, model)
 
         def on_ready(facts: Facts) -> None:
@@ -55,6 +55,11 @@ def serve_foreground(settings: Settings) -> None:
             )
 
 
+def _model(settings: Settings, reporter: Reporter) -> ResolvedModel:
+    program, weights = settings.program, settings.engine.load_format != "dummy"
+    return resolve_model(program.model, reporter.progress, program.cache_dir, weights=weights)
+
+
 @contextlib.contextmanager
 def client_for(settings: Settings) -> Iterator[Client]:
     """A client of the server at --url, or of one that is started for this command alone and stopped after it."""
@@ -62,7 +67,7 @@ def client_for(settings: Settings) -> Iterator[Client]:
         yield Client(settings.answer.url, settings.server.api_key)
         return
     with Reporter() as reporter, _plain_failures():
-        model = resolve_model(settings.program.model, reporter.progress, settings.program.cache_dir)
+        model = _model(settings, reporter)
         # Other users of this machine can reach a loopback port, but do not know the key.
         private = msgspec.structs.replace(
             settings.server,

@@ -89,11 +89,16 @@ def no_progress(phase: str, fraction: float | None) -> None:
 
 
 def resolve_model(
-    name: str | None = None, progress: Progress = no_progress, cache_dir: str | Path | None = None
+    name: str | None = None,
+    progress: Progress = no_progress,
+    cache_dir: str | Path | None = None,
+    *,
+    weights: bool = True,
 ) -> ResolvedModel:
     """Find the model, downloading it if need be. `None` is the default model.
 
-    `cache_dir` is where aliases are kept; None: GAPLESS_CACHE_DIR, else the user's cache folder.
+    `cache_dir` is where aliases are kept; None: GAPLESS_CACHE_DIR, else the user's cache folder. `weights`: whether a
+    folder must hold them; random ones need none.
 
     Raises `ModelError` with what to do about it.
     """
@@ -105,7 +110,7 @@ def resolve_model(
         return ResolvedModel(fetch_alias(alias, models_dir(cache_dir), progress), alias.title, "gguf")
     path = Path(name).expanduser()
     if path.exists():
-        return _local(path)
+        return _local(path, weights)
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _hub(name, progress, cache_dir)
     if name.endswith(".gguf") or "/" in name or name.startswith(("~", ".")):
@@ -128,7 +133,7 @@ def models_dir(cache_dir: str | Path | None = None) -> Path:
     return Path(base).expanduser() / "gapless" / "models"
 
 
-def _local(path: Path) -> ResolvedModel:
+def _local(path: Path, weights: bool) -> ResolvedModel:
     path = path.resolve()
     if path.is_file():
         with path.open("rb") as file:
@@ -136,7 +141,7 @@ def _local(path: Path) -> ResolvedModel:
         if magic != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file (give a .gguf file, or the folder of a Hugging Face model)")
         return ResolvedModel(path, path.stem, "gguf")
-    missing = missing_files(path)
+    missing = missing_files(path, weights)
     if not missing:
         return ResolvedModel(path, path.name, "safetensors")
     ggufs = sorted(file.name for file in path.glob("*.gguf"))
@@ -144,9 +149,11 @@ def _local(path: Path) -> ResolvedModel:
     raise ModelError(f"{path} is not a complete model: missing {', '.join(missing)}{hint}")
 
 
-def missing_files(folder: Path) -> list[str]:
+def missing_files(folder: Path, weights: bool = True) -> list[str]:
     """What a folder lacks to be a model in Hugging Face layout; empty if it is complete."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not weights:
+        return missing
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -38,6 +38,14 @@ def test_an_incomplete_folder_names_what_is_missing(tmp_path: Path, name: str) -
     assert str(raised.value) == f"{folder} is not a complete model: missing {shown}"
 
 
+def test_random_weights_need_no_file_of_weights(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "tiny", "model.safetensors")
+    assert resolve_model(str(folder), weights=False).path == folder
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"missing tokenizer\.json$"):
+        resolve_model(str(folder), weights=False)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "tiny", "model.safetensors")
     (folder / "a-00001.safetensors").write_bytes(b"")
