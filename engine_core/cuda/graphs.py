@@ -8,6 +8,7 @@ length class only sets over how many programs a sequence's KV is split.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_core.cuda.mixed import MixedInputs, MixedLayout
 from engine_core.cuda.sampling import Needs
 from engine_core.cuda.state import aligned
-from engine_core.plan import ScheduledRow
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LENGTH_CLASSES = (256, 512, 1024, 4096, 16384, 1 << 30)
+
+logger = logging.getLogger(__name__)
 
 Step = Callable[[], None]  # reads the inputs it was made for, and draws the tokens
 Graph = tuple[Hashable, Step, torch.Tensor, Callable[[], np.ndarray]]  # the arguments of `GraphCache.replay`
@@ -34,6 +35,7 @@ class GraphCache:
     def __init__(self) -> None:
         self.enabled = False
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._refused: set[Hashable] = set()  # there was no memory for these
         self._pool: Any = None  # torch's opaque handle
         self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps a workspace for each
 
@@ -47,19 +49,28 @@ class GraphCache:
             return
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
+            if key in self._refused or not self.prepare(key, step, inputs, padding):
+                step()
+                return
+            graph = self._graphs[key]
         graph.replay()
 
     def prepare(self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]) -> bool:
-        """Capture what `replay` would capture with the same arguments. False: there was nothing to do."""
-        if not self.enabled or key in self._graphs:
+        """Capture what `replay` would capture with the same arguments. False: there was nothing to do, or no memory."""
+        if not self.enabled or key in self._graphs or key in self._refused:
             return False
-        self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
+        try:
+            self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
+        except torch.OutOfMemoryError:  # what passes between a large step's kernels is held beside what other steps use
+            logger.info("no memory for a graph of %s: such steps run without", key)
+            self._refused.add(key)
+            return False
         return True
 
     def forget(self) -> None:
         """Capture all anew: what the steps launch has changed."""
         self._graphs.clear()
+        self._refused.clear()
         self._pool = None  # it lives no longer than the graphs in it
 
     def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
@@ -68,15 +79,17 @@ class GraphCache:
         inputs.copy_(padding)
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()  # compiles kernels and makes library handles, which a capture cannot
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            step()
-        self._pool = self._pool or graph.pool()
-        inputs.copy_(given)
+        try:
+            with torch.cuda.stream(stream):
+                step()  # compiles kernels and makes library handles, which a capture cannot
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                step()
+            self._pool = self._pool or graph.pool()
+        finally:
+            inputs.copy_(given)
         return graph
 
 
@@ -150,52 +163,3 @@ class DecodeGraphs:
 
         key = ("decode", size, longest, needs)
         return key, lambda: self._step(inputs, longest, needs), inputs.buffer, padding
-
-
-TOKEN_LADDER = (16, 32, 64, 128, 256, 512, 1024)
-MAX_PROMPT_ROWS = 32
-# A decode row among prompts is not split over programs: with a longer context than this it would be the slowest part.
-MAX_UNSPLIT_CONTEXT = 4096
-
-
-class MixedGraphs:
-    """Small steps with prompt tokens in them: launching kernels one by one takes longer than running them."""
-
-    def __init__(self, cache: GraphCache, step: Callable[[MixedInputs, Needs], None], layout: MixedLayout) -> None:
-        self._cache, self._step, self._layout = cache, step, layout
-        self._inputs: dict[int, tuple[torch.Tensor, MixedInputs]] = {}
-
-    def size_for(self, rows: Sequence[ScheduledRow], tokens: int) -> int | None:
-        """The ladder's size that holds this step, or None if it must run without a graph."""
-        if len(rows) >= MAX_PROMPT_ROWS or tokens > TOKEN_LADDER[-1]:
-            return None
-        for row in rows:
-            if (row.count == 1 and row.stop > MAX_UNSPLIT_CONTEXT) or row.request.sampling.prompt_logprobs is not None:
-                return None
-        return next(size for size in TOKEN_LADDER if size >= tokens)
-
-    def inputs(self, size: int) -> tuple[torch.Tensor, MixedInputs]:
-        """The fixed buffer of this size, and its parts."""
-        if size not in self._inputs:
-            lengths = self._layout.lengths(size, MAX_PROMPT_ROWS)
-            buffer = torch.zeros(sum(lengths), dtype=torch.int32, device=self._layout.device)
-            self._inputs[size] = buffer, MixedInputs(*buffer.split(lengths))
-        return self._inputs[size]
-
-    def replay(self, size: int, needs: Needs) -> None:
-        """Run the step whose inputs are in `inputs(size)`."""
-        self._cache.replay(*self._graph(size, needs))
-
-    def prepare(self) -> Iterator[None]:
-        """Capture all graphs, one for each `next`."""
-        for size, needs in itertools.product(TOKEN_LADDER, PREPARED):
-            if self._cache.prepare(*self._graph(size, needs)):
-                yield
-
-    def _graph(self, size: int, needs: Needs) -> Graph:
-        buffer, inputs = self.inputs(size)
-
-        def padding() -> np.ndarray:
-            return self._layout.padding(size, MAX_PROMPT_ROWS)
-
-        return ("mixed", size, needs), lambda: self._step(inputs, needs), buffer, padding

@@ -27,6 +27,8 @@ class MixedInputs(NamedTuple):
     query_starts: torch.Tensor  # [rows + 1]
     tile_rows: torch.Tensor  # [tiles]: row and first query token of each program of the prefill kernel
     tile_starts: torch.Tensor  # [tiles]
+    decode_slots: torch.Tensor  # [decode rows]: slots and lengths of those that decode attention takes
+    decode_lengths: torch.Tensor
     logits_rows: torch.Tensor  # [sampling rows]: token index, slot and length of each, in the order of the plan
     logits_slots: torch.Tensor
     logits_lengths: torch.Tensor
@@ -49,6 +51,12 @@ class MixedHost:
 # Below this many tokens a prompt, cuDNN's launches, one for each prompt and layer, take longer than all the prompts
 # together in the paged kernel.
 FRESH_MIN_TOKENS = 2048
+
+
+def are_fresh(prompts: Sequence[ScheduledRow]) -> bool:
+    """Whether these rows hold their whole contexts, long enough for cuDNN to win."""
+    whole = bool(prompts) and all(row.start == 0 for row in prompts)
+    return whole and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts)
 
 
 def mixed_inputs(
@@ -86,7 +94,6 @@ def mixed_inputs(
     index_of = {row.request.request_id: index for index, row in enumerate(rows)}
     chosen = np.array([index_of[row.request.request_id] for row in sampling], np.int32)
     prompts = rows[decodes:]
-    whole = bool(prompts) and all(row.start == 0 for row in prompts)
     return MixedHost(
         arrays=(
             ids,
@@ -98,6 +105,8 @@ def mixed_inputs(
             query_starts,
             np.array([tile[0] for tile in tiles], np.int32),
             np.array([tile[1] for tile in tiles], np.int32),
+            slots[:decodes],
+            (starts + counts)[:decodes],
             query_starts[1:][chosen] - 1,
             slots[chosen],
             (starts + counts)[chosen],
@@ -107,8 +116,8 @@ def mixed_inputs(
         num_decodes=decodes,
         longest_decode=int((starts + counts)[:decodes].max(initial=0)),
         longest_prompt=int((starts + counts)[decodes:].max(initial=0)),
-        whole=whole,
-        fresh=whole and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts),
+        whole=bool(prompts) and all(row.start == 0 for row in prompts),
+        fresh=are_fresh(prompts),
     )
 
 
@@ -122,13 +131,14 @@ class MixedLayout:
 
     def lengths(self, tokens: int, rows: int) -> list[int]:
         tiles = -(-tokens // self.tile) + rows
-        lengths = [tokens] * 4 + [rows, rows, rows + 1, tiles, tiles] + [rows] * 3 + [1]
+        lengths = [tokens] * 4 + [rows, rows, rows + 1, tiles, tiles] + [rows] * 5 + [1]
         return [aligned(length) for length in lengths]
 
     def padded(self, arrays: Sequence[np.ndarray], tokens: int, rows: int) -> np.ndarray:
         """One int32 array. Needs fewer real rows than `rows`: the last one is padding, and owns the tiles left over."""
         last = arrays[6][-1]
-        fill = (-1, self.pad_slot, 0, 0, self.pad_slot, 1, last, rows - 1, 0, 0, self.pad_slot, 1, 0)
+        pad = self.pad_slot
+        fill = (-1, pad, 0, 0, pad, 1, last, rows - 1, 0, pad, 1, 0, pad, 1, 0)
         parts = []
         for array, length, value in zip(arrays, self.lengths(tokens, rows), fill, strict=True):
             parts += [array, np.full(length - len(array), value, np.int32)]
@@ -136,4 +146,4 @@ class MixedLayout:
 
     def padding(self, tokens: int, rows: int) -> np.ndarray:
         empty = np.zeros(0, np.int32)
-        return self.padded([*[empty] * 6, np.zeros(1, np.int32), *[empty] * 6], tokens, rows)
+        return self.padded([*[empty] * 6, np.zeros(1, np.int32), *[empty] * 8], tokens, rows)

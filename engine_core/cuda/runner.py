@@ -16,14 +16,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.flash import FlashAttention, PromptRows
+from engine_core.costs import ModelCosts
 from engine_core.cuda.forward import FusedModel
-from engine_core.cuda.graphs import MAX_PROMPT_ROWS, TOKEN_LADDER, DecodeGraphs, DecodeInputs, GraphCache, MixedGraphs
+from engine_core.cuda.graphs import DecodeGraphs, DecodeInputs, GraphCache
 from engine_core.cuda.mixed import MixedHost, MixedInputs, MixedLayout, mixed_inputs
+from engine_core.cuda.mixed_graphs import MAX_UNSPLIT_CONTEXT, MixedGraphs, MixedSize
 from engine_core.cuda.prompts import FlashPrompts, try_flash
 from engine_core.cuda.results import TURNS, CudaStep
 from engine_core.cuda.sampling import DeviceSampler, Needs
 from engine_core.cuda.spans import DeviceSpans
 from engine_core.cuda.state import SlotState, Staging
+from engine_core.cuda.step_times import StepTimes, product_rate
 from engine_core.kernels import triton_attention, triton_pointwise, triton_step
 from engine_core.kernels.triton_compile import compile_only
 from engine_core.layers.embedding import DenseEmbedding
@@ -41,8 +44,6 @@ from ipc.recorder.ring import Recorder
 COMPILED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 COMPILED_CONTEXTS = (256, 4096)
 PREPARED_CONTEXT = 4096  # decode graphs of longer contexts are captured when needed
-# Of a step of fixed size: decode rows are prompts of one token.
-ALL_PROMPTS = MixedHost((), [], num_decodes=0, longest_decode=0)
 
 
 class CudaRunner:
@@ -65,15 +66,18 @@ class CudaRunner:
         self.cache = torch.empty(0)
         cos, sin = model.rope.angles(torch.arange(max_model_len, device=device), torch.float32)
         self.cos_sin = torch.cat((cos, sin), -1).flatten(1).contiguous()
-        self.sampling = DeviceSampler(model.config.vocab_size, seqs, max(seqs, MAX_PROMPT_ROWS), device)
+        self.graphs = GraphCache()
+        self.decode_graphs = DecodeGraphs(self.graphs, self._decode_step, seqs, seqs, device)
+        rate = product_rate(device, spec.dtype)
+        self._times = StepTimes(ModelCosts(model.config, spec.dtype.itemsize, spec.dtype.itemsize), rate)
+        self.layout = MixedLayout(triton_attention.query_tile(spec), seqs, device)
+        self.mixed_graphs = MixedGraphs(
+            self.graphs, self._mixed_step, self.layout, seqs, config.max_num_batched_tokens, self._times.graph_pays
+        )
+        self.sampling = DeviceSampler(model.config.vocab_size, seqs, max(seqs, self.mixed_graphs.max_rows), device)
         self.state = SlotState(seqs, -(-max_model_len // spec.block_size), device, self.sampling.enter)
         self.staging = Staging(6 * config.max_num_batched_tokens + 8 * seqs + 8192, device)
         self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
-        self.graphs = GraphCache()
-        self.decode_graphs = DecodeGraphs(self.graphs, self._decode_step, seqs, self.state.pad, device)
-        tile = triton_attention.query_tile(spec)
-        self.layout = MixedLayout(tile, self.state.pad, device)
-        self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout)
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
         self._spans = DeviceSpans(recorder or Recorder(), TURNS, lambda: torch.cuda.Event(enable_timing=True))
@@ -106,14 +110,11 @@ class CudaRunner:
                     self._decode_step(self.decode_graphs.inputs(rows), longest, Needs.GREEDY)
             for needs in Needs:
                 self._decode_step(self.decode_graphs.inputs(1), COMPILED_CONTEXTS[0], needs)
-            for tokens in TOKEN_LADDER:
-                inputs = self.mixed_graphs.inputs(tokens)[1]
-                self._mixed_step(inputs, Needs.GREEDY)
-            for longest in (1, COMPILED_CONTEXTS[-1]):  # decode rows in a step without a graph
-                decodes = MixedHost((), [], num_decodes=len(inputs.row_slots), longest_decode=longest)
-                self._mixed_step(inputs, Needs.GREEDY, decodes)
+            for size in self.mixed_graphs.compiled_sizes():
+                self._mixed_step(self.mixed_graphs.inputs(size)[1], size, Needs.GREEDY)
         if self._package is not None:
             self.flash = try_flash(self._package, self.spec, self.cache[0], self._package_required)
+            self._times.library = self.flash is not None
 
     def launch(self, plan: StepPlan) -> CudaStep:
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
@@ -202,9 +203,9 @@ class CudaRunner:
         self.state.upload(rows, spec.block_size)
         needs = self.sampling.needs([row.request.slot for row in sampling])
         size = self.mixed_graphs.size_for(rows, plan.num_tokens)
-        host = mixed_inputs(rows, sampling, spec, turn, tile_all=size is not None)
+        host = mixed_inputs(rows, sampling, spec, turn, tile_all=size is not None and size.num_decodes == 0)
         if size is not None:
-            padded = self.layout.padded(host.arrays, size, MAX_PROMPT_ROWS)
+            padded = self.layout.padded(host.arrays, size.tokens, size.rows)
             self.staging.send([padded], self.mixed_graphs.inputs(size)[0])
             self.mixed_graphs.replay(size, needs)
             return needs
@@ -227,8 +228,9 @@ class CudaRunner:
             self.sampling.draw(logits, device.logits_slots, device.logits_lengths, device.turn, needs)
         return needs
 
-    def _mixed_step(self, inputs: MixedInputs, needs: Needs, host: MixedHost = ALL_PROMPTS) -> None:
-        """A mixed step of fixed size: all its rows, decode rows too, go through the prefill kernel."""
+    def _mixed_step(self, inputs: MixedInputs, size: MixedSize, needs: Needs) -> None:
+        """A step of fixed size. All its rows that decode attention does not take go through the prefill kernel."""
+        host = MixedHost((), [], num_decodes=size.num_decodes, longest_decode=MAX_UNSPLIT_CONTEXT)
         x = triton_step.embed(inputs.ids, inputs.token_slots, self.sampling.last_tokens, self.embedding)
         hidden = self.model.forward(x, lambda layer, qkv: self._attend_mixed(layer, qkv, (), host, inputs))
         logits = self.model.logits(hidden.index_select(0, inputs.logits_rows))
@@ -264,8 +266,8 @@ class CudaRunner:
                 qkv[:decodes],
                 cache,
                 self.state.tables,
-                device.row_slots[:decodes],
-                device.lengths[:decodes],
+                device.decode_slots,
+                device.decode_lengths,
                 out[:decodes],
                 spec,
                 splits,
