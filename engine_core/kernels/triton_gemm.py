@@ -1,6 +1,6 @@
-"""Weights times 2 to 64 rows on the tensor cores, with the neighbours of a linear layer fused in.
+"""Weights times 2 to 256 rows on the tensor cores, with the neighbours of a linear layer fused in.
 
-The weights are the left operand (their rows fill the tensor core's 64, the few rows of x are its columns). The first
+The weights are the left operand (their rows fill the tensor core's 64, the rows of x are its columns). The first
 `PRELOAD` tiles of a program's weights are asked for before the wait for the kernel that makes x. Narrow layers split K
 over programs; the program that arrives last adds the float32 parts in a fixed order, so results do not vary.
 """
@@ -47,7 +47,7 @@ def _skinny(
     pn = tl.program_id(0)
     ps = tl.program_id(1)
     n = pn * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
     k0 = ps * PER * BK
     kk = tl.arange(0, BK)
     rows = tl.minimum(n, N - 1).to(tl.int64)[:, None]
@@ -84,12 +84,13 @@ def _skinny(
     if SPLITS > 1:
         tl.store(partial + ps * M * N + at, acc, mask=inside)
         tl.debug_barrier()
-        last = tl.atomic_add(counters + pn, 1, sem="acq_rel") == SPLITS - 1
+        counter = counters + tl.program_id(2) * tl.num_programs(0) + pn
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
         if last:
             acc = tl.zeros((BN, BM), tl.float32)
             for s in tl.static_range(SPLITS):
                 acc += tl.load(partial + s * M * N + at, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(counters + pn, 0)
+            tl.store(counter, 0)
     if last:
         if BIAS:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -109,6 +110,7 @@ class _Shape(NamedTuple):
     preload: int
     stages: int
     warps: int
+    most: int = 64  # rows of x per program
 
 
 def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape | None:
@@ -164,7 +166,7 @@ def gemm(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """W x + bias [+ residual] for up to 64 rows; arguments as for `triton_gemv.gemv`."""
+    """W x + bias [+ residual] for up to 256 rows; arguments as for `triton_gemv.gemv`."""
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype or x.dtype, device=x.device)
@@ -174,7 +176,8 @@ def gemm(
     splits = shape.splits
     per_program = triton.cdiv(triton.cdiv(k, shape.columns), splits)
     partial = torch.empty(splits * rows * n if splits > 1 else 1, dtype=torch.float32, device=x.device)
-    _skinny[(triton.cdiv(n, shape.rows), splits)](
+    tile = 8 if rows <= 8 else min(shape.most, max(16, triton.next_power_of_2(rows)))
+    _skinny[(triton.cdiv(n, shape.rows), splits, triton.cdiv(rows, tile))](
         x,
         weight,
         bias if bias is not None else weight,
@@ -185,7 +188,7 @@ def gemm(
         rows,
         n,
         k,
-        8 if rows <= 8 else max(16, triton.next_power_of_2(rows)),
+        tile,
         shape.rows,
         shape.columns,
         splits,

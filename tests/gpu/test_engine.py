@@ -49,10 +49,13 @@ def test_one_after_the_other_as_on_the_cpu(model: Path, prompts: list[list[int]]
         assert generate(on_gpu, [(ids, GREEDY)], first_id=index)[0].tokens == expected[index]
 
 
-@pytest.mark.parametrize("budget", [2048, 64])
-def test_one_batch_as_on_the_cpu(budget: int, model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+@pytest.mark.parametrize(("budget", "copies"), [(2048, 1), (64, 1), (2048, 8), (200, 8)])
+def test_one_batch_as_on_the_cpu(
+    budget: int, copies: int, model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Of so many copies, steps hold prompts beside up to 63 decode rows."""
     on_gpu = engine(model, max_num_batched_tokens=budget)
-    assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
+    assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts * copies])) == expected * copies
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "qwen3-moe"])

@@ -73,6 +73,8 @@ def test_every_kind_of_step(family: str, dtype: str, tmp_path: Path) -> None:
     """Chunks with and without a graph, a whole fresh prompt, decode batches of 1 to 64 rows."""
     rng = random.Random(5)
     model = save_model(tmp_path, family)
+    if "moe" not in family:
+        model.cuda()
     forced = Forced(tmp_path, dtype=dtype, kv_tokens=16384)
     for size, stop, chunk in (
         (1, 300, 300),

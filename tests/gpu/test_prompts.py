@@ -38,6 +38,7 @@ def check(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert relative < 0.015
 
 
+@pytest.mark.filterwarnings("ignore")  # those of a package are not ours
 @pytest.mark.parametrize("attention", ["triton", "flash_attn"])
 def test_large_prompt_steps(attention: str, model: tuple[Path, PreTrainedModel]) -> None:
     if attention == "flash_attn":
