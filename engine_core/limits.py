@@ -13,6 +13,14 @@ from ipc.config import EngineConfig
 from ipc.messages import Error
 from ipc.sampling import BoundError
 
+# A GPU computes small models' prompts the faster the more of them there are; on a CPU decode rows would wait too long.
+MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+
+
+def max_batched_tokens(config: EngineConfig, device: str) -> int:
+    """Most tokens in one step on a device of this type."""
+    return config.max_num_batched_tokens or MAX_BATCHED_TOKENS[device]
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -29,7 +37,7 @@ class Limits:
     def of(cls, config: EngineConfig, facts: ModelFacts) -> Limits:
         return cls(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=max_batched_tokens(config, facts.device),
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             block_size=facts.block_size,

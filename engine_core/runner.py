@@ -23,6 +23,7 @@ from engine_core.kernels.cpu_cache import has_kernels
 from engine_core.kv_size import choose_max_model_len, choose_num_blocks, pool_flag
 from engine_core.layers.held import mean_weight_bytes
 from engine_core.layers.linear import WeightsMode, choose_mode
+from engine_core.limits import max_batched_tokens
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
 from engine_core.loader.select import open_checkpoint
 from engine_core.loader.upload import Uploader
@@ -74,7 +75,7 @@ class ModelRunner:
         # Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary], of a batch.
         self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]] = self._run_layers
         if isinstance(attention, CpuAttention) and CpuModel.supports(model):
-            self.forward = CpuModel(model, attention, config.max_num_batched_tokens).forward
+            self.forward = CpuModel(model, attention, max_batched_tokens(config, "cpu")).forward
 
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. There are no graphs here."""
@@ -90,7 +91,8 @@ class ModelRunner:
             try:
                 done = self._run(plan)
             finally:
-                self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows))
+                on_cpu = int(self.spec.device.type == "cpu")
+                self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows), on_cpu)
         return Done(replace(done.tokens, span=(began, time.monotonic_ns())))
 
     @torch.inference_mode()
@@ -158,7 +160,7 @@ def build_runner(
         with _timed(seconds, "largest step"):
             report("running the largest step", None)
             torch.cuda.empty_cache()  # what came before has left memory behind that this step need not use
-            run_largest_step(runner, config, spec.block_size, max_model_len)
+            run_largest_step(runner, config, spec, max_model_len)
     with _timed(seconds, "KV pool"):
         report("allocating the KV pool", None)
         num_blocks, max_model_len = choose_num_blocks(config, spec, max_model_len)

@@ -30,7 +30,7 @@ from ipc.config import (
     TextOptions,
     TokenizerProcessConfig,
 )
-from ipc.cores import default_frontends, default_text_processes, usable_cores
+from ipc.cores import default_detokenizers, default_frontends, default_tokenizers, usable_cores
 from ipc.messages import Progress
 from ipc.processes import Facts, ProcessSpec
 from ipc.recorder.store import open_recordings
@@ -62,8 +62,8 @@ def endpoints(server: ServerOptions, run_dir: RunDirectory) -> Endpoints:
     return Endpoints.make(
         run_dir.address,
         frontends=server.frontend_procs or default_frontends(cores),
-        tokenizers=server.tokenizer_procs or default_text_processes(cores),
-        detokenizers=server.detokenizer_procs or default_text_processes(cores),
+        tokenizers=server.tokenizer_procs or default_tokenizers(cores),
+        detokenizers=server.detokenizer_procs or default_detokenizers(cores),
     )
 
 

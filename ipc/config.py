@@ -65,7 +65,9 @@ class EngineOptions(Config, frozen=True):
     cuda_graphs: Annotated[bool, option("Memory & scheduling", "replay GPU steps as CUDA graphs")] = True
     max_model_len: Annotated[Positive | None, option("Model", "longest prompt + answer [the model's]")] = None
     max_num_seqs: Annotated[Positive, option("Memory & scheduling", "most requests in one step")] = 256
-    max_num_batched_tokens: Annotated[Positive, option("Memory & scheduling", "most tokens in one step")] = 2048
+    max_num_batched_tokens: Annotated[
+        Positive | None, option("Memory & scheduling", "most tokens in one step [8192 on a GPU, else 2048]")
+    ] = None
     block_size: Annotated[
         int, Meta(ge=1, le=1024), option("Memory & scheduling", "tokens in one block of the KV cache")
     ] = 16

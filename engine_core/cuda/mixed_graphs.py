@@ -69,7 +69,7 @@ class MixedGraphs:
     def compiled_sizes(self) -> list[MixedSize]:
         """A few that need every kernel that any needs, and one for the decode rows of a step without a graph."""
         sizes = [*self.sizes()]
-        first = {rows: next(size for size in sizes if size.rows == rows) for rows in self._row_ladder}
+        first = {size.rows: size for size in reversed(sizes)}
         small = [size for size in sizes if size.rows == FEW_ROWS and size.tokens <= LARGE_TOKENS]
         return [*small, *first.values(), sizes[-1], MixedSize(2 * FEW_ROWS, FEW_ROWS + 1)]
 

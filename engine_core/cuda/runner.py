@@ -30,6 +30,7 @@ from engine_core.cuda.step_times import StepTimes, product_rate
 from engine_core.kernels import triton_attention, triton_pointwise, triton_step
 from engine_core.kernels.triton_compile import compile_only
 from engine_core.layers.embedding import DenseEmbedding
+from engine_core.limits import max_batched_tokens
 from engine_core.memory import SMALLER_STEPS, out_of_memory
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.plan import ScheduledRow, StepPlan, StepTokens
@@ -59,7 +60,7 @@ class CudaRunner:
         flash: FlashAttention | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        device, seqs = spec.device, config.max_num_seqs
+        device, seqs, max_tokens = spec.device, config.max_num_seqs, max_batched_tokens(config, spec.device.type)
         self.model, self.spec = FusedModel(model), spec
         assert isinstance(model.embedding, DenseEmbedding)  # weights on a GPU are dense
         self.embedding = model.embedding.weight
@@ -72,11 +73,11 @@ class CudaRunner:
         self._times = StepTimes(ModelCosts(model.config, spec.dtype.itemsize, spec.dtype.itemsize), rate)
         self.layout = MixedLayout(triton_attention.query_tile(spec), seqs, device)
         self.mixed_graphs = MixedGraphs(
-            self.graphs, self._mixed_step, self.layout, seqs, config.max_num_batched_tokens, self._times.graph_pays
+            self.graphs, self._mixed_step, self.layout, seqs, max_tokens, self._times.graph_pays
         )
         self.sampling = DeviceSampler(model.config.vocab_size, seqs, max(seqs, self.mixed_graphs.max_rows), device)
         self.state = SlotState(seqs, -(-max_model_len // spec.block_size), device, self.sampling.enter)
-        self.staging = Staging(6 * config.max_num_batched_tokens + 8 * seqs + 8192, device)
+        self.staging = Staging(6 * max_tokens + 8 * seqs + 8192, device)
         self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
@@ -187,7 +188,7 @@ class CudaRunner:
                 inputs.lengths,
                 inputs.order,
                 spec,
-                triton_attention.num_splits(rows, longest, spec.num_kv_heads, window),
+                triton_attention.decode_splits(rows, longest, spec, window),
                 window,
             )
 
@@ -261,7 +262,7 @@ class CudaRunner:
         out = torch.empty(qkv.shape[0], heads * dim, dtype=qkv.dtype, device=qkv.device)
         decodes = host.num_decodes
         if decodes:
-            splits = triton_attention.num_splits(decodes, host.longest_decode, kv_heads, window)
+            splits = triton_attention.paged_splits(decodes, host.longest_decode, spec, window)
             triton_attention.paged_decode(
                 qkv[:decodes],
                 cache,

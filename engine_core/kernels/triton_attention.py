@@ -15,20 +15,30 @@ from engine_core.kernels.triton_paged_decode import _attend, _combine
 from engine_core.kernels.triton_paged_prefill import _prefill
 
 LOG2E = math.log2(math.e)
-FUSED_MAX_ROWS = 8  # up to here latency counts more than bytes, and the fused kernel wins
 NO_WINDOW = 1 << 30
+
+
+def is_fused(rows: int, spec: AttentionSpec) -> bool:
+    """Whether latency counts more than bytes, and the fused kernel wins: at fewer rows the more its one warp has to do
+    for each token, which is the query heads of a KV head."""
+    return rows <= (8 if spec.num_heads // spec.num_kv_heads * spec.head_dim <= 256 else 1)
 
 
 def _splits(tiles: int, programs: int, wanted: int) -> int:
     return 1 << (max(1, min(tiles, wanted // programs, 128)).bit_length() - 1)
 
 
-def num_splits(rows: int, longest: int, kv_heads: int, window: int | None = None) -> int:
-    """Over how many programs the KV of a sequence is spread, a power of two: enough to fill the card, none empty."""
-    longest = min(longest, window or longest)
-    if rows <= FUSED_MAX_ROWS:
-        return _splits(-(-longest // 16), rows * kv_heads, 1024)
-    return _splits(-(-longest // 64), rows * kv_heads, 528)
+def decode_splits(rows: int, longest: int, spec: AttentionSpec, window: int | None = None) -> int:
+    """Over how many programs `decode` spreads the KV of a sequence, a power of two: enough to fill the card, none
+    empty."""
+    if is_fused(rows, spec):
+        return _splits(-(-min(longest, window or longest) // 16), rows * spec.num_kv_heads, 1024)
+    return paged_splits(rows, longest, spec, window)
+
+
+def paged_splits(rows: int, longest: int, spec: AttentionSpec, window: int | None = None) -> int:
+    """The same for `paged_decode`."""
+    return _splits(-(-min(longest, window or longest) // 64), rows * spec.num_kv_heads, 528)
 
 
 def decode(
@@ -53,7 +63,7 @@ def decode(
     """
     rows = qkv.shape[0]
     out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device)
-    if rows > FUSED_MAX_ROWS:
+    if not is_fused(rows, spec):
         rope = Rope(q_norm, k_norm, eps, cos_sin)
         paged_decode(qkv, cache, tables, slots, lengths, out, spec, splits, window, order, rope)
         return out

@@ -116,14 +116,13 @@ class _Shape(NamedTuple):
 def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape | None:
     """The best of a sweep over the layers of 0.6B and 8B models on an H200; None where cuBLAS won."""
     megabytes = n * k * (2 if gated else 1) >> 19
-    if rows <= 8:
+    narrow = k <= 1024 and n < 32768
+    if rows <= 8 and (k <= 2048 or n <= 2048):
         if gated:
-            return _Shape(16, 256, 1, 1, 4, 1) if k <= 2048 else _Shape(64, 128, 1, 1, 3, 4)
+            return _Shape(16, 256, 1, 1, 4, 1)
         if n <= 2048:
             return _Shape(64, 128, 8 if k <= 2048 else 4, 4, 3, 4)
-        if megabytes > 64 and n < 32768:
-            return None
-        return _Shape(32, 256, 1, 0, 4, 4) if k <= 2048 else _Shape(32, 128, 4 if n <= 4096 else 1, 0, 4, 2)
+        return _Shape(32, 256, 1, 0, 4, 4)
     if rows <= 32:
         if gated:
             return _Shape(64, 128, 1, 0, 4, 4) if k <= 2048 else _Shape(32, 128, 1, 1, 4, 2)
@@ -133,6 +132,10 @@ def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape | None:
             return _Shape(64, 64, 1, 0, 6, 4)
         if n <= 2048:
             return _Shape(32, 128, 4, 0, 6, 2)
+        if narrow:
+            return _Shape(64, 64, 1, 0, 6, 4)
+    if 128 < rows <= 256 and narrow and n > 2048:
+        return _Shape(64, 128, 1, 0, 3, 8, 128) if gated else _Shape(64, 128, 1, 0, 4, 4, 128)
     return None
 
 

@@ -56,11 +56,8 @@ class Process:
 
     @property
     def computes_itself(self) -> bool:
-        """The device is this process's CPU: its steps lie within their launches."""
-        launches = {span.id: span for span in self.spans if span.code == events.LAUNCH}
-        pairs = [(step, launches[step.id]) for step in self.device if step.id in launches]
-        inside = sum(launch.begin <= step.begin and step.end <= launch.end for step, launch in pairs)
-        return bool(pairs) and 2 * inside > len(pairs)
+        """The device is this process's CPU."""
+        return any(step.c for step in self.device)
 
     def of(self, code: int) -> list[Span]:
         return [span for span in self.spans if span.code == code]

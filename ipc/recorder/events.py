@@ -60,7 +60,7 @@ KINDS: Final[dict[int, Kind]] = {
     RECEIVED: Kind("received", "request", ("prompt_tokens",), mark=True),
     SCHEDULE: Kind("schedule", "step", ("tokens", "rows", "decodes")),
     LAUNCH: Kind("launch", "step"),
-    GPU: Kind("gpu step", "step", ("tokens", "rows")),
+    GPU: Kind("gpu step", "step", ("tokens", "rows", "on_cpu")),  # the last is 1 where the CPU is the device
     COLLECT: Kind("collect", "step"),
     COMMIT: Kind("commit", "step", ("running", "waiting", "kv_blocks_used")),
     PUBLISH: Kind("publish", "output", ("rows",)),

@@ -182,8 +182,7 @@ def test_a_pool_of_so_many_bytes() -> None:
 
 def test_the_largest_step_fills_every_limit_and_stays_in_block_0() -> None:
     for seqs, budget, length in ((4, 64, 1000), (4, 64, 10), (8, 3, 100), (1, 50, 50), (3, 3, 1)):
-        config = EngineConfig(model="", max_num_seqs=seqs, max_num_batched_tokens=budget)
-        plan = largest_step(config, 16, length)
+        plan = largest_step(EngineConfig(model="", max_num_seqs=seqs), budget, 16, length)
         assert plan.num_tokens == sum(row.count for row in plan.rows) == min(budget, min(seqs, budget) * length)
         assert [row.request.slot for row in plan.rows] == list(range(min(seqs, budget)))
         assert all(row.samples and row.count <= length for row in plan.rows)
@@ -196,7 +195,7 @@ def test_the_largest_step_runs_in_a_pool_of_one_block(attention: str, tmp_path: 
     config = EngineConfig(model=str(tmp_path), max_num_seqs=5, max_num_batched_tokens=90)
     runner = load(tmp_path, attention=attention, max_num_seqs=5)
     runner.allocate(1)
-    run_largest_step(runner, config, 16, 64)
+    run_largest_step(runner, config, runner.spec, 64)
 
 
 def test_a_share_too_small_for_one_block_names_the_flag() -> None:

@@ -19,7 +19,7 @@ from ipc.config import (
     TextOptions,
     TokenizerProcessConfig,
 )
-from ipc.cores import default_frontends, default_text_processes
+from ipc.cores import default_detokenizers, default_frontends, default_tokenizers
 from ipc.errors import UserError
 from ipc.messages import Ready
 from ipc.run_dir import RunDirectory
@@ -90,11 +90,20 @@ def test_numbers_of_processes_and_what_each_is_told(run_dir: RunDirectory) -> No
 
 
 @pytest.mark.parametrize(
-    ("cores", "frontends", "text"), [(1, 1, 1), (2, 1, 1), (7, 1, 1), (8, 2, 1), (16, 4, 2), (64, 8, 4), (256, 8, 4)]
+    ("cores", "processes"),
+    [
+        (1, (1, 1, 1)),
+        (2, (1, 1, 1)),
+        (7, (1, 1, 1)),
+        (8, (2, 1, 1)),
+        (16, (4, 3, 2)),
+        (64, (8, 6, 4)),
+        (256, (8, 6, 4)),
+    ],
 )
-def test_defaults_follow_the_cores(cores: int, frontends: int, text: int) -> None:
-    assert (default_frontends(cores), default_text_processes(cores)) == (frontends, text)
-    assert frontends + 2 * text < cores or cores < 4  # the engine has a core to itself
+def test_defaults_follow_the_cores(cores: int, processes: tuple[int, int, int]) -> None:
+    assert (default_frontends(cores), default_tokenizers(cores), default_detokenizers(cores)) == processes
+    assert sum(processes) < cores or cores < 4  # the engine has a core to itself
 
 
 def test_one_port_is_shared_within_a_server_and_not_between_two() -> None:

@@ -102,7 +102,7 @@ def test_the_warm_up_and_other_processes_are_told_apart() -> None:
     assert [step.id for step in timeline.engines[0].device] == [1]
     assert not timeline.engines[0].computes_itself
     cpu = Tape()
-    cpu.span(ENGINE, events.GPU, 10, 90, 1)
+    cpu.span(ENGINE, events.GPU, 10, 90, 1, 5, 1, 1)
     cpu.span(ENGINE, events.LAUNCH, 5, 95, 1)
     assert build(cpu.recordings()).engines[0].computes_itself
 
