@@ -136,7 +136,9 @@ class Backend:
             for i, prompt in enumerate(job.prompts):
                 first = handle.first_id + i * n
                 message = self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
-                self._send(next(self._tokenizers), message)
+                tokenizer = next(self._tokenizers)
+                handle.tokenizers.add(tokenizer)
+                self._send(tokenizer, message)
         except ApiError:
             self.cancel(handle)
             raise
@@ -145,13 +147,16 @@ class Backend:
     def cancel(self, handle: Handle) -> None:
         """Nobody wants these answers any more. Does nothing to choices that have ended."""
         handle.close()
-        ids = handle.request_ids()
+        ids, silent = handle.request_ids(), handle.silent_ids()
         handle.unfinished.clear()
         for request_id in ids:
             self._forget(request_id)
         if ids:
             self._metrics.cancelled(len(ids))
             self._send("engine", Abort(request_ids=ids))
+        if silent:
+            for tokenizer in handle.tokenizers:
+                self._send(tokenizer, Abort(request_ids=silent))
 
     async def encode(self, prompt: msgspec.Raw) -> Encoded:
         """`prompt`: an encoded `Prompt`. Raises `ApiError`."""
@@ -315,9 +320,14 @@ class Backend:
         self._check_room(1)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
+        outbox = to or next(self._tokenizers)
         try:
-            self._send(to or next(self._tokenizers), message)
+            self._send(outbox, message)
             answer = await future
+        except asyncio.CancelledError:
+            if to is None:
+                self._send(outbox, Abort(request_ids=[call_id]))
+            raise
         finally:
             self._calls.pop(call_id, None)
         if answer.error is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, Protocol, TypeVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -15,6 +15,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 HeaderList = list[tuple[bytes, bytes]]
+T = TypeVar("T")
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 30.0  # from a connection's start, or the first byte of its next request, to the end of the headers
@@ -44,7 +45,7 @@ class Connection(Protocol):
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its request was complete."""
+    """The client closed the connection before its request was complete, or answered."""
 
 
 class BodyReader:
@@ -98,6 +99,45 @@ async def _next_piece(receive: Receive) -> tuple[bytes, bool]:
     if message["type"] == "http.disconnect":
         raise ClientGone
     return message.get("body", b""), message.get("more_body", False)
+
+
+@contextlib.asynccontextmanager
+async def watching(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+    """While inside, `on_gone` is called when the client has left, perhaps twice. The body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    if connection is not None:
+        connection.on_lost = on_gone
+    watcher = asyncio.ensure_future(watch())  # also needed because nothing is read of a connection before `receive`
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        if connection is not None:
+            connection.on_lost = None
+
+
+async def while_connected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client leaves before, `work` is cancelled: `ClientGone`."""
+    task = asyncio.ensure_future(work)
+    left = False
+
+    def leave() -> None:
+        nonlocal left
+        left = task.cancel() or left
+
+    async with watching(scope, receive, leave):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if left:
+                raise ClientGone from None
+            raise
 
 
 async def respond(send: Send, status: int, headers: HeaderList, body: bytes) -> None:

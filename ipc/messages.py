@@ -1,7 +1,7 @@
 """Every message between processes, grouped by the process that receives it.
 
     frontend --Submit--> tokenizer_proc --Generate--> engine_core --StepOutput--> detokenizer_proc --Deltas--> frontend
-        \\-------------------- Abort ------------------->/    ^------- Abort (stop string found) -------/
+        \\------ Abort ---------^------------------------>/    ^------- Abort (stop string found) -------/
 
 Each process has one inbox and one union type that closes it. Token ids travel as little-endian int32 bytes and request
 ids as int64 bytes: an 8k-token prompt then costs about 1 us to decode instead of 191 us as a list. A whole engine step
@@ -114,6 +114,18 @@ class Decode(Message, frozen=True):
     skip_special_tokens: bool = False
 
 
+# --- to the tokenizer and to the engine -----------------------------------------------------------------------------
+
+
+class Abort(Message, frozen=True):
+    """Stop these requests. To the engine, where it may arrive before the request itself, or after its end; both are
+    normal. And to a tokenizer that may still have them, or a call, in its queue: there it comes after them."""
+
+    request_ids: Annotated[list[RequestId], Meta(max_length=65_536)]
+    # True when the detokenizer found a stop string: it has already sent the request's last event.
+    stop_string: bool = False
+
+
 # --- to the engine --------------------------------------------------------------------------------------------------
 
 
@@ -127,14 +139,6 @@ class Generate(Message, frozen=True):
     priority: int = 0
     cache_salt: ShortText = ""
     text: bytes = b""  # an encoded TextSpec, opaque to the engine
-
-
-class Abort(Message, frozen=True):
-    """Stop these requests. May arrive before the request itself, or after its end; both are normal."""
-
-    request_ids: Annotated[list[RequestId], Meta(max_length=65_536)]
-    # True when the detokenizer found a stop string: it has already sent the request's last event.
-    stop_string: bool = False
 
 
 class Profile(Message, frozen=True):
@@ -413,7 +417,7 @@ class Shutdown(Message, frozen=True):
     """Finish what is in hand, release everything, exit 0."""
 
 
-TokenizerMessage = Submit | Encode | Decode | Shutdown
+TokenizerMessage = Submit | Encode | Decode | Abort | Shutdown
 EngineMessage = Generate | Abort | Profile | ListRequests | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
 FrontendMessage = (

@@ -10,12 +10,13 @@ from typing import assert_never
 
 from ipc.actor import Envelope
 from ipc.channel import frontend_key
-from ipc.messages import Decode, Decoded, Encode, Encoded, Error, Generate, Rejected, Shutdown, Submit, TokenizerMessage
+from ipc.messages import Decode, Decoded, Encode, Encoded, Error, Generate, Rejected, Submit
 from ipc.recorder.events import ENCODE
 from ipc.recorder.ring import Recorder
 from ipc.sampling import BoundError
 from tokenizer_proc.encode import check_ids, encode_prompt, from_bytes, text_spec, to_bytes
 from tokenizer_proc.errors import PromptError
+from tokenizer_proc.lane import Work
 from tokenizer_proc.model import TextModel
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,10 @@ class TokenizerActor:
         self._model = model
         self._recorder = recorder or Recorder()
 
-    def handle(self, batch: list[TokenizerMessage]) -> list[Envelope]:
+    def handle(self, batch: list[Work]) -> list[Envelope]:
         return [envelope for message in batch for envelope in self._handle(message)]
 
-    def _handle(self, message: TokenizerMessage) -> list[Envelope]:
+    def _handle(self, message: Work) -> list[Envelope]:
         match message:
             case Submit():
                 return self._submit(message)
@@ -41,8 +42,6 @@ class TokenizerActor:
                 return [(frontend_key(message.frontend), self._encode(message))]
             case Decode():
                 return [(frontend_key(message.frontend), self._decode(message))]
-            case Shutdown():  # the driver's
-                return []
             case _:
                 assert_never(message)
 

@@ -87,6 +87,8 @@ class Fake:
     def __init__(self, endpoints: Endpoints) -> None:
         self.submits: deque[Submit] = deque()
         self.aborts: deque[int] = deque()
+        self.dropped: deque[int] = deque()  # ids of aborts that reached the tokenizer
+        self.held: deque[Encode] = deque()
         self.beating = True  # the engine's heartbeat
         self.has_profiler = True
         self.profiled: list[bool] = []
@@ -169,11 +171,15 @@ class Fake:
                 self._play(message)
             case Encode():
                 text = text_of(message.prompt)
-                if text == "/reject":
+                if text == "/hold":
+                    self.held.append(message)
+                elif text == "/reject":
                     self.send(Encoded(call_id=message.call_id, error=Error(400, "template: no", param="messages")))
                 else:
                     ids = [ord(c) % VOCAB_SIZE for c in text]
                     self.send(Encoded(call_id=message.call_id, ids=pack_ids(ids), tokens=list(text)))
+            case Abort():
+                self.dropped.extend(message.request_ids)
             case Decode():
                 self.send(Decoded(call_id=message.call_id, text="".join(map(chr, unpack_ids(message.ids)))))
 

@@ -12,6 +12,7 @@ from ipc.actor import run
 from ipc.codec import pack_ids
 from ipc.memory import MemoryChannel
 from ipc.messages import (
+    Abort,
     ChatPrompt,
     Decode,
     Encode,
@@ -28,6 +29,7 @@ from ipc.messages import (
 from ipc.sampling import SamplingParams
 from tokenizer_proc.actor import TokenizerActor
 from tokenizer_proc.encode import LONG_CHARS, from_bytes
+from tokenizer_proc.lane import Work
 from tokenizer_proc.long_lane import TwoLanes, is_long
 from tokenizer_proc.model import TextModel
 
@@ -44,17 +46,20 @@ class HeldActor(TokenizerActor):
 
     def __init__(self, model: TextModel) -> None:
         super().__init__(model)
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.handled: list[Work] = []
 
-    def handle(self, batch: list[TokenizerMessage]) -> Any:
+    def handle(self, batch: list[Work]) -> Any:
+        self.begun.set()
         assert self.go.wait(DEADLINE_S)
+        self.handled += batch
         return super().handle(batch)
 
 
 class PanickingActor(TokenizerActor):
     """As a library that panics in Rust: what it raises is no `Exception`."""
 
-    def handle(self, batch: list[TokenizerMessage]) -> Any:
+    def handle(self, batch: list[Work]) -> Any:
         raise KeyboardInterrupt
 
 
@@ -120,6 +125,33 @@ def test_long_ones_keep_their_order_and_their_refusals(lanes: Any, smollm2: Text
     (refused,) = take(frontend, 1)
     assert isinstance(refused, Rejected)
     assert refused.error.code == "context_length_exceeded"
+
+
+def test_what_a_client_left_behind_is_never_encoded(lanes: Any) -> None:
+    inbox, engine, frontend, held = lanes
+    inbox.send(submit(LONG, 0))
+    assert held.begun.wait(DEADLINE_S)
+    calls = [Encode(call_id=1, frontend=0, prompt=LONG), Decode(call_id=2, frontend=0, ids=pack_ids([5] * 100_000))]
+    for message in (*calls, submit(LONG, 3), submit(LONG, 4)):
+        inbox.send(message)
+    inbox.send(Abort(request_ids=[0, 1, 2, 3, 99]))
+    inbox.send(submit(SHORT, 5))
+    assert [message.request_id for message in take(engine, 1)] == [5]
+    held.go.set()
+    # The one that was being encoded loses its answer, and the others are forgotten.
+    assert [message.request_id for message in take(engine, 1)] == [4]
+    assert [message.request_ids[0] for message in held.handled] == [0, 4]
+    assert not frontend.drain()
+
+
+def test_a_prompt_stays_while_one_of_its_answers_is_wanted(lanes: Any) -> None:
+    inbox, engine, _, held = lanes
+    for ids in ([0, 1], [2, 3]):
+        inbox.send(Submit(request_ids=ids, frontend=0, prompt=LONG, sampling=SamplingParams(), arrival=0))
+    inbox.send(Abort(request_ids=[0]))
+    inbox.send(Abort(request_ids=[2]))
+    held.go.set()
+    assert [message.request_id for message in take(engine, 4)] == [0, 1, 2, 3]  # the engine knows which have gone
 
 
 @pytest.mark.parametrize("special", [True, False])
