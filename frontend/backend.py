@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import assert_never, cast
+from typing import assert_never
 
 import msgspec
 
@@ -47,7 +47,6 @@ from ipc.messages import (
     ProcessLost,
     Profile,
     Profiled,
-    Prompt,
     Rejected,
     RequestList,
     Shutdown,
@@ -161,7 +160,7 @@ class Backend:
     async def encode(self, prompt: msgspec.Raw) -> Encoded:
         """`prompt`: an encoded `Prompt`. Raises `ApiError`."""
         call_id = self._take_ids(1)
-        message = Encode(call_id=call_id, frontend=self._config.index, prompt=cast(Prompt, prompt))
+        message = Encode(call_id=call_id, frontend=self._config.index, prompt=prompt)
         answer = await self._call(call_id, message)
         assert isinstance(answer, Encoded)
         return answer
@@ -355,7 +354,7 @@ class Backend:
         return Submit(
             request_ids=ids,
             frontend=self._config.index,
-            prompt=cast(Prompt, prompt),  # encoded already; as part of a message it looks the same
+            prompt=prompt,
             sampling=job.sampling,
             arrival=arrival,
             priority=job.priority,

@@ -13,11 +13,20 @@ from typing import Any
 
 import msgspec
 
+from ipc.messages import Prompt
+
 # Above the largest message we make (a 32 MiB request body, the prompt log-probabilities of a long context) and far
 # below what would exhaust memory.
 MAX_MESSAGE_BYTES = 128 * 2**20
 
+
+class _Kind(msgspec.Struct, gc=False):
+    type: str
+
+
 _encoder = msgspec.msgpack.Encoder()  # holds no state between calls
+_prompt_decoder: msgspec.msgpack.Decoder[Prompt] = msgspec.msgpack.Decoder(Prompt)
+_kind_decoder = msgspec.msgpack.Decoder(_Kind)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -28,6 +37,21 @@ def encode(message: msgspec.Struct) -> bytes:
 def make_decoder(union_type: Any) -> msgspec.msgpack.Decoder[Any]:
     """A reusable decoder of one struct or of a tagged union. Its `decode` raises on anything else."""
     return msgspec.msgpack.Decoder(union_type)
+
+
+def pack_prompt(prompt: Prompt) -> msgspec.Raw:
+    """A prompt as a message carries it. Raises what `encode` raises."""
+    return msgspec.Raw(_encoder.encode(prompt))
+
+
+def unpack_prompt(data: msgspec.Raw | bytes | bytearray) -> Prompt:
+    """Raises `msgspec.MsgspecError` if it is none."""
+    return _prompt_decoder.decode(data)
+
+
+def prompt_kind(data: msgspec.Raw) -> str:
+    """ "chat", "text" or "ids"; for far less time than `unpack_prompt`. Raises `msgspec.MsgspecError`."""
+    return _kind_decoder.decode(data).type
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:

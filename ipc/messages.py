@@ -85,11 +85,15 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Submit(Message, frozen=True):
-    """One prompt, `len(request_ids)` independent answers to it (OpenAI's n)."""
+    """One prompt, `len(request_ids)` independent answers to it (OpenAI's n).
+
+    The prompt is an encoded `Prompt`, also in `Encode`: decoding a large one takes as long as the rest of the work, so
+    whoever does that decodes it. See `ipc.codec`.
+    """
 
     request_ids: Annotated[list[RequestId], Meta(min_length=1, max_length=128)]
     frontend: FrontendIndex
-    prompt: Prompt
+    prompt: msgspec.Raw
     sampling: SamplingParams
     arrival: Nanoseconds
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0  # lower runs first
@@ -102,7 +106,7 @@ class Encode(Message, frozen=True):
 
     call_id: RequestId
     frontend: FrontendIndex
-    prompt: Prompt
+    prompt: msgspec.Raw
 
 
 class Decode(Message, frozen=True):

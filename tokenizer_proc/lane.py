@@ -8,11 +8,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ipc.actor import Envelope
 from ipc.messages import Decode, Encode, Submit
 
 logger = logging.getLogger(__name__)
+IDLE_S = 60.0  # after which a helper is closed
 _NICE = 10  # where cores are few, the engine's steps and short prompts come first
 
 Work = Submit | Encode | Decode
@@ -25,14 +27,28 @@ class Answered:
     envelopes: list[Envelope]
 
 
+class Helper(Protocol):
+    """What `handle` of a lane makes use of."""
+
+    def interrupt(self) -> None:
+        """Called from another thread when nobody wants what `handle` is at. It may fail then."""
+
+    def close(self) -> None:
+        """Called in the lane's thread when there was nothing to do for a while; it may be used again."""
+
+
 class Lane:
     """`put` and `drop` belong to one thread; `handle` and `post` are called in the lane's own, started when it is first
     needed. An exception in there ends the process."""
 
     def __init__(
-        self, name: str, handle: Callable[[list[Work]], list[Envelope]], post: Callable[[Answered], None]
+        self,
+        name: str,
+        handle: Callable[[list[Work]], list[Envelope]],
+        post: Callable[[Answered], None],
+        helper: Helper | None = None,
     ) -> None:
-        self._name, self._handle, self._post = name, handle, post
+        self._name, self._handle, self._post, self._helper = name, handle, post, helper
         self._waiting: dict[int, Work] = {}  # by its first id, in order
         self._current: Work | None = None  # None also if nobody wants its answer
         self._changed = threading.Condition()
@@ -53,7 +69,18 @@ class Lane:
                 if gone.issuperset(_ids(self._waiting[request_id])):
                     del self._waiting[request_id]
             if self._current is not None and gone.issuperset(_ids(self._current)):
-                self._current = None
+                self._interrupt()
+
+    def close(self) -> None:
+        """Nobody wants anything any more, and nothing is posted from now on."""
+        with self._changed:
+            self._waiting.clear()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._current = None
+        if self._helper is not None:
+            self._helper.interrupt()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
@@ -69,13 +96,18 @@ class Lane:
     def _work(self) -> None:
         """One message. A function of its own so that nothing of it is held while the lane waits for the next."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting)
-            work = self._current = self._waiting.pop(next(iter(self._waiting)))
+            idle = not self._changed.wait_for(lambda: self._waiting, None if self._helper is None else IDLE_S)
+            if not idle:
+                work = self._current = self._waiting.pop(next(iter(self._waiting)))
+        if idle:
+            assert self._helper is not None
+            self._helper.close()
+            return
         envelopes = self._handle([work])
         with self._changed:
-            wanted, self._current = self._current is work, None
-        if wanted:
-            self._post(Answered(envelopes))
+            if self._current is work:
+                self._post(Answered(envelopes))
+            self._current = None
 
 
 def _ids(work: Work) -> Sequence[int]:

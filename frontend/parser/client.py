@@ -12,7 +12,8 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.openai.job import Job, Limits
 from frontend.openai.parse import DETOKENIZE, TOKENIZE, DetokenizeCall, Parser, TokenizeCall
-from frontend.parser.wire import LENGTH, Ask, Reply, frame
+from frontend.parser.wire import Ask, Reply
+from ipc.frames import LENGTH, frame
 from ipc.processes import child_environment
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from frontend.app import App
@@ -24,7 +25,7 @@ from frontend.server import listen, serve
 from ipc.aio import AsyncReceiver
 from ipc.buckets import STEP_SECONDS, STEP_TOKENS
 from ipc.channel import Receiver, Sender, connect
-from ipc.codec import pack_ids, pack_request_ids, unpack_ids
+from ipc.codec import pack_ids, pack_request_ids, unpack_ids, unpack_prompt
 from ipc.config import Endpoints, FrontendProcessConfig
 from ipc.messages import (
     Abort,
@@ -165,6 +166,8 @@ class Fake:
                 self.send(Profiled(call_id=message.call_id, error=error))
 
     def _on_tokenizer(self, message: TokenizerMessage) -> None:
+        if isinstance(message, Submit | Encode):  # tests look at what is in the prompt
+            message = msgspec.structs.replace(message, prompt=unpack_prompt(message.prompt))
         match message:
             case Submit():
                 self.submits.append(message)

@@ -1,15 +1,17 @@
-"""Long texts do not hold up short ones, and get the ids they would have got."""
+"""Long texts and large chats do not hold up short ones, and get the ids they would have got."""
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from ipc.actor import run
-from ipc.codec import pack_ids
+from ipc.codec import pack_ids, pack_prompt
 from ipc.memory import MemoryChannel
 from ipc.messages import (
     Abort,
@@ -30,7 +32,7 @@ from ipc.sampling import SamplingParams
 from tokenizer_proc.actor import TokenizerActor
 from tokenizer_proc.encode import LONG_CHARS, from_bytes
 from tokenizer_proc.lane import Work
-from tokenizer_proc.long_lane import TwoLanes, is_long
+from tokenizer_proc.lanes import LARGE_CHAT_BYTES, LONG_BYTES, Lanes, size_of
 from tokenizer_proc.model import TextModel
 
 DEADLINE_S = 120.0
@@ -38,7 +40,8 @@ SHORT, LONG = TextPrompt("hello world"), TextPrompt("hello world, " * LONG_CHARS
 
 
 def submit(prompt: Any, request_id: int) -> Submit:
-    return Submit(request_ids=[request_id], frontend=0, prompt=prompt, sampling=SamplingParams(), arrival=0)
+    packed = pack_prompt(prompt)
+    return Submit(request_ids=[request_id], frontend=0, prompt=packed, sampling=SamplingParams(), arrival=0)
 
 
 class HeldActor(TokenizerActor):
@@ -66,14 +69,16 @@ class PanickingActor(TokenizerActor):
 def test_a_panic_in_the_lane_ends_the_process(smollm2: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr("os._exit", lambda _: ended.set())
-    two = TwoLanes(TokenizerActor(smollm2), PanickingActor(smollm2.for_another_thread()), lambda _: None)
-    assert two.handle([submit(LONG, 1)]) == []
+    panicking = PanickingActor(smollm2.for_another_thread())
+    lanes = Lanes(TokenizerActor(smollm2), panicking, panicking, NoHelper(), lambda _: None)
+    assert lanes.handle([submit(LONG, 1)]) == []
     assert ended.wait(DEADLINE_S)
 
 
-def test_arguments_of_the_template_count() -> None:
-    documents = {"documents": ["x" * (LONG_CHARS + 1)]}
-    assert is_long(submit(ChatPrompt(messages=[{"role": "user", "content": "hi"}], template_kwargs=documents), 1))
+class NoHelper:
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def lanes(smollm2: TextModel) -> Any:
     engine: MemoryChannel[Any] = MemoryChannel(EngineMessage)
     frontend: MemoryChannel[Any] = MemoryChannel(FrontendMessage)
     held = HeldActor(smollm2.for_another_thread())
-    actor = TwoLanes(TokenizerActor(smollm2), held, inbox.post)
+    actor = Lanes(TokenizerActor(smollm2), held, TokenizerActor(smollm2), NoHelper(), inbox.post)
     driver = threading.Thread(target=run, args=(actor, inbox, {"engine": engine, "frontend.0": frontend}))
     driver.start()
     yield inbox, engine, frontend, held
@@ -131,7 +136,10 @@ def test_what_a_client_left_behind_is_never_encoded(lanes: Any) -> None:
     inbox, engine, frontend, held = lanes
     inbox.send(submit(LONG, 0))
     assert held.begun.wait(DEADLINE_S)
-    calls = [Encode(call_id=1, frontend=0, prompt=LONG), Decode(call_id=2, frontend=0, ids=pack_ids([5] * 100_000))]
+    calls = [
+        Encode(call_id=1, frontend=0, prompt=pack_prompt(LONG)),
+        Decode(call_id=2, frontend=0, ids=pack_ids([5] * 100_000)),
+    ]
     for message in (*calls, submit(LONG, 3), submit(LONG, 4)):
         inbox.send(message)
     inbox.send(Abort(request_ids=[0, 1, 2, 3, 99]))
@@ -147,7 +155,7 @@ def test_what_a_client_left_behind_is_never_encoded(lanes: Any) -> None:
 def test_a_prompt_stays_while_one_of_its_answers_is_wanted(lanes: Any) -> None:
     inbox, engine, _, held = lanes
     for ids in ([0, 1], [2, 3]):
-        inbox.send(Submit(request_ids=ids, frontend=0, prompt=LONG, sampling=SamplingParams(), arrival=0))
+        inbox.send(msgspec.structs.replace(submit(LONG, 0), request_ids=ids))
     inbox.send(Abort(request_ids=[0]))
     inbox.send(Abort(request_ids=[2]))
     held.go.set()
@@ -158,26 +166,46 @@ def test_a_prompt_stays_while_one_of_its_answers_is_wanted(lanes: Any) -> None:
 def test_ids_of_long_texts_are_those_of_a_plain_encode(smollm2: TextModel, special: bool, rng: random.Random) -> None:
     words = ["hello ", "世界", "🙂", "\n\n", "  ", "naïve", "<|im_start|>", "123456", "\u0301", "a" * 50]
     text = "".join(rng.choices(words, k=LONG_CHARS))
-    message = Submit(
-        request_ids=[1], frontend=0, prompt=TextPrompt(text, special), sampling=SamplingParams(), arrival=0
-    )
-    ((_, generate),) = TokenizerActor(smollm2).handle([message])
+    ((_, generate),) = TokenizerActor(smollm2).handle([submit(TextPrompt(text, special), 1)])
     assert isinstance(generate, Generate)
     assert from_bytes(generate.prompt_ids) == smollm2.tokenizer.encode(text, add_special_tokens=special).ids
 
 
-def test_what_is_long() -> None:
+def test_what_is_short_long_and_large() -> None:
     sentence = {"role": "user", "content": "x" * 100}
-    for prompt, long in (
-        (SHORT, False),
-        (LONG, True),
-        (ChatPrompt([sentence]), False),
-        (ChatPrompt([sentence] * 500), True),
-        (ChatPrompt([sentence], tools=[{"name": "x" * LONG_CHARS}]), True),
-        (TokenPrompt(pack_ids(range(10))), False),
-        (TokenPrompt(pack_ids(range(100_000))), True),
+    documents = {"documents": ["x" * LONG_BYTES]}
+    for prompt, size in (
+        (SHORT, "short"),
+        (LONG, "long"),
+        (TextPrompt("x" * (2 * LARGE_CHAT_BYTES)), "long"),
+        (ChatPrompt([sentence]), "short"),
+        (ChatPrompt([sentence] * 500), "long"),
+        (ChatPrompt([sentence] * 5_000), "large"),
+        (ChatPrompt([sentence], tools=[{"name": "x" * LONG_BYTES}]), "long"),
+        (ChatPrompt([sentence], tools=[{"name": "x" * LARGE_CHAT_BYTES}]), "large"),
+        (ChatPrompt([sentence], template_kwargs=documents), "long"),
+        (TokenPrompt(pack_ids(range(10))), "short"),
+        (TokenPrompt(pack_ids(range(10_000))), "short"),
+        (TokenPrompt(pack_ids(range(100_000))), "long"),
     ):
-        assert is_long(submit(prompt, 1)) is long
-        assert is_long(Encode(call_id=1, frontend=0, prompt=prompt)) is long
-    assert not is_long(Decode(call_id=1, frontend=0, ids=pack_ids(range(10))))
-    assert is_long(Decode(call_id=1, frontend=0, ids=pack_ids(range(100_000))))
+        assert size_of(submit(prompt, 1)) == size, prompt
+        assert size_of(Encode(call_id=1, frontend=0, prompt=pack_prompt(prompt))) == size
+    assert size_of(Decode(call_id=1, frontend=0, ids=pack_ids(range(10)))) == "short"
+    assert size_of(Decode(call_id=1, frontend=0, ids=pack_ids(range(100_000)))) == "long"
+
+
+def test_nothing_is_posted_once_the_lanes_are_closed(smollm2: TextModel) -> None:
+    """The inbox may be closed by then."""
+    posted: list[Any] = []
+    held = HeldActor(smollm2)
+    lanes = Lanes(TokenizerActor(smollm2), held, held, NoHelper(), posted.append)
+    lanes.handle([submit(LONG, 0), submit(LONG, 1)])
+    assert held.begun.wait(DEADLINE_S)
+    lanes.close()
+    held.go.set()
+    late = threading.Event()
+    lanes.handle([submit(TextPrompt("x" * (LONG_BYTES + 1)), 2)])  # behind the first, if the thread still lives
+    end = time.monotonic() + DEADLINE_S
+    while not posted and time.monotonic() < end:
+        late.wait(0.01)
+    assert [envelope[1].request_id for answered in posted for envelope in answered.envelopes] == [2]
