@@ -36,7 +36,7 @@ from ipc.messages import (
     RequestState,
     StepOutput,
 )
-from ipc.recorder.events import COLLECT, COMMIT, FINISHED, FIRST_TOKEN, LAUNCH, PREPARE, RECEIVED, SCHEDULE
+from ipc.recorder.events import COLLECT, COMMIT, FINISHED, FIRST_TOKEN, LAUNCH, PREPARE, RECEIVED, SCHEDULE, STEP_MASK
 from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class Engine:
             self._end(ending)
         finished, self._finished = self._finished, []
         self._step += 1
-        step = self._step & 0x7FFF_FFFF  # a record's fields have 32 bits
+        step = self._step & STEP_MASK
         for request in done.opened:
             times = request.first_scheduled, self._clock()
             counts = request.num_prompt_tokens, request.num_cached_tokens

@@ -22,6 +22,7 @@ from ipc.sampling import SamplingParams
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 FrontendIndex = Annotated[int, Meta(ge=0, lt=2**15)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
+StepNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # steps of half a millisecond pass 2**31 within two weeks
 TokenBytes = Annotated[bytes, Meta(max_length=4 * 2**24)]  # int32, little endian
 Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # CLOCK_MONOTONIC, shared by all processes of a host
 ShortText = Annotated[str, Meta(max_length=65_536)]
@@ -213,7 +214,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True):
 class StepOutput(Message, frozen=True):
     """All that one engine step produced. Row i: request `request_ids[i]` got token `token_ids[i]`."""
 
-    step: Count
+    step: StepNumber
     request_ids: bytes = b""  # int64 per row
     token_ids: TokenBytes = b""  # int32 per row
     opened: list[Opened] = []
@@ -315,7 +316,7 @@ class DeviceUsage(msgspec.Struct, frozen=True):
 class EngineStats(Message, frozen=True):
     """Sent by the engine a few times a second while busy and once a second while idle: the heartbeat."""
 
-    step: Count
+    step: StepNumber
     running: Count
     waiting: Count
     kv_blocks_total: Count
