@@ -56,7 +56,7 @@ class BodyReader:
         self._room = limit * BODIES_AT_ONCE
 
     @contextlib.asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes | bytearray]:
         """The body, which counts until the `async with` is left: its prompts live as long as their answers.
 
         Raises `ApiError` 413 above the limit, 503 above that of all bodies, 408 when the client stops sending,
@@ -65,7 +65,7 @@ class BodyReader:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._limit:
                 raise self._too_large()
-        pieces: list[bytes] = []
+        body = bytearray()  # grows in place: to join the pieces of a large one would hold up everyone
         size = 0
         try:
             more = True
@@ -79,9 +79,10 @@ class BodyReader:
                     raise ApiError(
                         503, "too many large requests are in progress", code="overloaded", retry_after=1, close=True
                     )
-                pieces.append(piece)
-            pieces[:] = [b"".join(pieces)]
-            yield pieces.pop()  # not kept here: once parsed, the bytes may go
+                body += piece
+            whole = [body]
+            del body
+            yield whole.pop()  # not kept here: once parsed, the bytes may go
         finally:
             self._room += size
 

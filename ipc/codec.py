@@ -20,13 +20,10 @@ from ipc.messages import Prompt
 MAX_MESSAGE_BYTES = 128 * 2**20
 
 
-class _Kind(msgspec.Struct, gc=False):
-    type: str
-
-
 _encoder = msgspec.msgpack.Encoder()  # holds no state between calls
 _prompt_decoder: msgspec.msgpack.Decoder[Prompt] = msgspec.msgpack.Decoder(Prompt)
-_kind_decoder = msgspec.msgpack.Decoder(_Kind)
+# How encoded prompts begin, after a byte with the number of their fields: tags come first.
+_FRONTS = {kind: _encoder.encode("type") + _encoder.encode(kind) for kind in ("chat", "text", "ids")}
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -49,9 +46,11 @@ def unpack_prompt(data: msgspec.Raw | bytes | bytearray) -> Prompt:
     return _prompt_decoder.decode(data)
 
 
-def prompt_kind(data: msgspec.Raw) -> str:
-    """ "chat", "text" or "ids"; for far less time than `unpack_prompt`. Raises `msgspec.MsgspecError`."""
-    return _kind_decoder.decode(data).type
+def prompt_kind(prompt: msgspec.Raw) -> str:
+    """Its tag, "chat", "text" or "ids", by a look at its front alone: stepping over a large one takes long, too. Empty
+    if it is none of them."""
+    front = bytes(memoryview(prompt)[1:16])
+    return next((kind for kind, begin in _FRONTS.items() if front.startswith(begin)), "")
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
