@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -37,7 +38,12 @@ def renderer(smollm2_path: Path) -> Iterator[Renderer]:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "renderer" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it is just ending
+            if "renderer" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def until(condition: Any) -> None:
