@@ -63,10 +63,7 @@ class RecordingRunner(InstantRunner):
 
 
 def engine_with(recorder: Recorder, requests: int, steps: int) -> Engine:
-    engine = build(requests, steps)
-    engine.recorder = recorder
-    engine._runner = RecordingRunner(recorder)
-    return engine
+    return build(requests, steps, RecordingRunner(recorder), recorder)
 
 
 def steps_us(engine: Engine, count: int) -> list[float]:

@@ -24,6 +24,7 @@ from ipc.channel import Broadcast, Receiver, Sender
 from ipc.codec import pack_ids, pack_request_ids
 from ipc.config import EngineConfig
 from ipc.messages import DetokenizerMessage, Generate, StepOutput
+from ipc.recorder.ring import Recorder
 from ipc.sampling import SamplingParams
 
 PROMPT = 64
@@ -46,7 +47,9 @@ class InstantRunner:
         pass
 
 
-def build(num_requests: int, num_steps: int) -> Engine:
+def build(
+    num_requests: int, num_steps: int, runner: InstantRunner | None = None, recorder: Recorder | None = None
+) -> Engine:
     length = PROMPT + num_steps + 64
     facts = ModelFacts(
         max_model_len=length,
@@ -62,7 +65,7 @@ def build(num_requests: int, num_steps: int) -> Engine:
         kv_bytes_per_token=0,
     )
     config = EngineConfig(model="none", max_num_seqs=num_requests, max_num_batched_tokens=8192)
-    engine = Engine(InstantRunner(), facts, config)
+    engine = Engine(runner or InstantRunner(), facts, config, recorder=recorder)
     for index in range(num_requests):
         ids = pack_ids(1000 + (index * 7 + position) % 40_000 for position in range(PROMPT + index % 16))
         engine.add(

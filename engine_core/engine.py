@@ -5,18 +5,17 @@ Every request given to `add` ends in exactly one `Finished`, in the output of a 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from engine_core.errors import UserError
 from engine_core.limits import Limits
 from engine_core.outcome import Committed, Ending
-from engine_core.plan import InFlight, ModelFacts, Runner, StepPlan, StepTokens
+from engine_core.pipeline import Pipeline, StepFailed
+from engine_core.plan import ModelFacts, Runner, StepPlan, StepTokens
 from engine_core.profiler import Profiler
 from engine_core.request import Request, Status
 from engine_core.scheduler import Scheduler
@@ -36,7 +35,7 @@ from ipc.messages import (
     RequestState,
     StepOutput,
 )
-from ipc.recorder.events import COLLECT, COMMIT, FINISHED, FIRST_TOKEN, LAUNCH, PREPARE, RECEIVED, SCHEDULE
+from ipc.recorder.events import COMMIT, FINISHED, FIRST_TOKEN, PREPARE, RECEIVED, STEP_MASK
 from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ IDLE_AFTER_NS = 1_000_000_000  # without a step
 
 
 class Engine:
-    """`depth` is how many steps may be in flight: with 2, step N+1 is planned and launched before N is awaited.
+    """`depth` is how many steps may be in flight (see `Pipeline`).
 
     `clock` gives CLOCK_MONOTONIC nanoseconds.
     """
@@ -69,10 +68,8 @@ class Engine:
         self.recorder = recorder or Recorder()
         self._profiler = profiler or Profiler()
         self.scheduler = Scheduler(Limits.of(config, facts), runner.release, clock)
-        self._runner = runner
-        self._depth = depth
+        self._pipeline = Pipeline(runner, self.scheduler.schedule, depth, self.recorder, self._profiler, self.usage)
         self._clock = clock
-        self._in_flight: deque[tuple[StepPlan, InFlight]] = deque()
         self.broken = ""  # why the engine cannot go on
         self._requests: dict[int, Request] = {}
         self._finished: list[Finished] = []  # ended since the last step
@@ -86,7 +83,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._in_flight or self._finished or self.scheduler.has_work)
+        return bool(len(self._pipeline) or self._finished or self.scheduler.has_work)
 
     @property
     def num_requests(self) -> int:
@@ -156,7 +153,7 @@ class Engine:
         if self.has_work or self.broken or self._clock() - self._last_step < IDLE_AFTER_NS:
             return False
         began = self.recorder.begin(PREPARE)
-        prepared = self._runner.idle()
+        prepared = self._pipeline.runner.idle()
         self.recorder.end(PREPARE, began)
         return prepared
 
@@ -196,58 +193,25 @@ class Engine:
     # --- inside a step --------------------------------------------------------------------------------------------
 
     def _run(self) -> tuple[StepPlan, StepTokens]:
-        """Fill the pipeline and await its oldest step. A plan without rows: there was nothing to do, or it failed."""
-        usage = self.usage
-        while len(self._in_flight) < self._depth:
-            usage.doing(Host.SCHEDULE)
-            began = self.recorder.begin(SCHEDULE)
-            plan = self.scheduler.schedule()
-            self.recorder.end(SCHEDULE, began, plan.step, plan.num_tokens, len(plan.rows), plan.num_decodes)
-            if not plan.rows:
-                break
-            usage.doing(Host.LAUNCH)
-            self._in_flight.append((plan, self._launch(plan)))
-            usage.launched()
-        usage.doing(Host.COLLECT)
-        if not self._in_flight:
-            return StepPlan(()), StepTokens([])
-        plan, in_flight = self._in_flight.popleft()
-        began = self.recorder.begin(COLLECT)
+        """The oldest step. A plan without rows: there was nothing to do, or it failed."""
         try:
-            tokens = in_flight.wait()
-        except Exception as error:
-            self._abandon(plan, error)
-            return StepPlan(()), StepTokens([])
-        finally:
-            self.recorder.end(COLLECT, began, plan.step)
-        usage.landed(tokens.span)
-        self._failed_steps = 0
-        return plan, tokens
+            done = self._pipeline.step()
+        except StepFailed as failure:
+            self._abandon(failure)
+            done = None
+        else:
+            if done is not None:
+                self._failed_steps = 0
+        return done or (StepPlan(()), StepTokens([]))
 
-    def _launch(self, plan: StepPlan) -> InFlight:
-        self._profiler.before(plan.step)
-        began = self.recorder.begin(LAUNCH)
-        try:
-            return self._runner.launch(plan)
-        except Exception as error:
-            return _FailedLaunch(error)  # told in its turn, after the steps before it
-        finally:
-            self.recorder.end(LAUNCH, began, plan.step)
-
-    def _abandon(self, plan: StepPlan, error: Exception) -> None:
-        """The runner raised. Which row is to blame cannot be told, nor what the steps launched since have read: all
-        in flight end here."""
-        logger.error("a step failed, %d more in flight are given up", len(self._in_flight), exc_info=error)
-        for _, in_flight in self._in_flight:
-            with contextlib.suppress(Exception):
-                in_flight.wait()  # its blocks must not be given to others while the device still writes to them
-        plans = [plan, *(later for later, _ in self._in_flight)]
-        self._in_flight.clear()
-        self.usage.abandoned()
+    def _abandon(self, failure: StepFailed) -> None:
+        """Which row is to blame cannot be told: all of the lost plans end here."""
+        error = failure.error
+        logger.error("a step failed, %d more in flight are given up", len(failure.plans) - 1, exc_info=error)
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         reason = f"the engine failed: {kind}{error}"
         what = Error(status=500, message=reason, type="server_error")
-        for lost in plans:
+        for lost in failure.plans:
             for ending in self.scheduler.abandon(lost, what):
                 self._end(ending)
         self._failed_steps += 1
@@ -313,7 +277,7 @@ class Engine:
             self._end(ending)
         finished, self._finished = self._finished, []
         self._step += 1
-        step = self._step & 0x7FFF_FFFF  # a record's fields have 32 bits
+        step = self._step & STEP_MASK
         for request in done.opened:
             times = request.first_scheduled, self._clock()
             counts = request.num_prompt_tokens, request.num_cached_tokens
@@ -329,16 +293,6 @@ class Engine:
             prompt_logprobs=[request.prompt_logprobs for request in done.opened if request.prompt_logprobs],
             finished=finished,
         )
-
-
-class _FailedLaunch:
-    """In the place of a step that could not be launched."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> StepTokens:
-        raise self._error
 
 
 def _state(request: Request, now: int) -> RequestState:

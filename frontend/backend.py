@@ -10,22 +10,21 @@ import itertools
 import logging
 import math
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import assert_never, cast
+from typing import assert_never
 
 import msgspec
 
 from frontend.errors import ApiError, from_error
-from frontend.handle import Direct, Event, Handle
+from frontend.handle import Handle
 from frontend.heartbeat import Heartbeat
+from frontend.in_flight import InFlight
 from frontend.metrics import Metrics
 from frontend.openai.job import Job, Limits
 from frontend.request_watch import RequestWatch
 from frontend.siblings import Siblings
 from ipc.channel import frontend_key, tokenizer_key
-from ipc.codec import unpack_request_ids
 from ipc.config import FrontendProcessConfig
 from ipc.mailbox import MessageTooLarge, Outbox
 from ipc.messages import (
@@ -34,10 +33,8 @@ from ipc.messages import (
     Decode,
     Decoded,
     Deltas,
-    Detail,
     Encode,
     Encoded,
-    Ended,
     EngineStats,
     Error,
     FrontendMessage,
@@ -47,14 +44,11 @@ from ipc.messages import (
     ProcessLost,
     Profile,
     Profiled,
-    Prompt,
     Rejected,
     RequestList,
     Shutdown,
     Submit,
-    Usage,
 )
-from ipc.recorder.events import WRITE
 from ipc.recorder.ring import Recorder
 
 logger = logging.getLogger(__name__)
@@ -71,7 +65,7 @@ class Phase(Enum):
 
 
 class Backend:
-    """Table of requests in flight, by request id. One thread, one event loop."""
+    """One thread, one event loop."""
 
     def __init__(
         self,
@@ -85,21 +79,23 @@ class Backend:
         self.model: ModelReady | None = None
         self.accepting = asyncio.Event()  # ModelReady has arrived
         self.stopped = asyncio.Event()  # Shutdown has arrived
-        self.idle = asyncio.Event()  # no request is in flight
-        self.idle.set()
         self.names = (config.served_model_name or "default", *config.model_aliases)
         self._config = config
         self._outboxes = outboxes
         self._metrics = metrics
-        self._handles: dict[int, Handle] = {}
+        self._in_flight = InFlight(metrics, self.recorder, self._drop)
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         others = (i for i in range(len(config.endpoints.frontends)) if i != config.index)
         self.siblings = Siblings(config.index, {i: outboxes[frontend_key(i)] for i in others}, metrics)
         self._tokenizers = itertools.cycle(tokenizer_key(i) for i in range(len(config.endpoints.tokenizers)))
         self._next_id = config.index << 48  # so that ids of all frontends differ
         self._heartbeat = Heartbeat(config.stall_seconds)
-        self._unflushed: list[Direct] = []
         self.requests = RequestWatch(config.index, outboxes["engine"])
+
+    @property
+    def idle(self) -> asyncio.Event:
+        """Set while no request is in flight."""
+        return self._in_flight.idle
 
     @property
     def next_id(self) -> int:
@@ -129,14 +125,15 @@ class Backend:
         # What is not streamed is kept until the end anyway; only a client that reads too slowly needs a bound.
         buffer_bytes = self._config.stream_buffer_bytes if job.stream else sys.maxsize
         handle = Handle(self._take_ids(job.num_choices), job.num_choices, buffer_bytes)
-        self._handles.update(dict.fromkeys(handle.request_ids(), handle))
-        self.idle.clear()
+        self._in_flight.add(handle)
         self._metrics.accepted(job.num_choices)
         try:
             for i, prompt in enumerate(job.prompts):
                 first = handle.first_id + i * n
                 message = self._submit_message(job, prompt, list(range(first, first + n)), handle.arrival)
-                self._send(next(self._tokenizers), message)
+                tokenizer = next(self._tokenizers)
+                handle.tokenizers.add(tokenizer)
+                self._send(tokenizer, message)
         except ApiError:
             self.cancel(handle)
             raise
@@ -145,18 +142,20 @@ class Backend:
     def cancel(self, handle: Handle) -> None:
         """Nobody wants these answers any more. Does nothing to choices that have ended."""
         handle.close()
-        ids = handle.request_ids()
+        ids, silent = handle.request_ids(), handle.silent_ids()
         handle.unfinished.clear()
-        for request_id in ids:
-            self._forget(request_id)
+        self._in_flight.forget(ids)
         if ids:
             self._metrics.cancelled(len(ids))
             self._send("engine", Abort(request_ids=ids))
+        if silent:
+            for tokenizer in handle.tokenizers:
+                self._send(tokenizer, Abort(request_ids=silent))
 
     async def encode(self, prompt: msgspec.Raw) -> Encoded:
         """`prompt`: an encoded `Prompt`. Raises `ApiError`."""
         call_id = self._take_ids(1)
-        message = Encode(call_id=call_id, frontend=self._config.index, prompt=cast(Prompt, prompt))
+        message = Encode(call_id=call_id, frontend=self._config.index, prompt=prompt)
         answer = await self._call(call_id, message)
         assert isinstance(answer, Encoded)
         return answer
@@ -181,25 +180,16 @@ class Backend:
         try:
             self._dispatch(batch)
         finally:
-            if self._unflushed:
-                self._flush()
-
-    def _flush(self) -> None:
-        unflushed, self._unflushed = self._unflushed, []
-        began = self.recorder.begin(WRITE)
-        for direct in unflushed:
-            direct.flush()
-        # One span for all streams, and of none: a request's own are those of its first and last event.
-        self.recorder.end(WRITE, began, -1, 0, len(unflushed))
+            self._in_flight.flush()
 
     def _dispatch(self, batch: Iterable[FrontendMessage]) -> None:
         for message in batch:
             match message:
                 case Deltas():
-                    self._deltas(message)
+                    self._in_flight.deltas(message)
                 case Rejected():
                     for request_id in message.request_ids:
-                        self._end(request_id, "rejected", message.error)
+                        self._in_flight.end(request_id, "rejected", message.error)
                 case Encoded() | Decoded() | Profiled():
                     future = self._calls.pop(message.call_id, None)
                     if future is not None and not future.done():
@@ -229,8 +219,7 @@ class Backend:
 
     def fail_all(self, error: Error) -> None:
         """End everything in flight with `error`."""
-        for request_id in list(self._handles):
-            self._end(request_id, "error", error)
+        self._in_flight.end_all(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(from_error(error))
@@ -238,86 +227,25 @@ class Backend:
 
     # --- private ----------------------------------------------------------------------------------------------------
 
-    def _deltas(self, message: Deltas) -> None:
-        now = time.monotonic_ns()
-        details = {detail.row: detail for detail in message.details}
-        ids = unpack_request_ids(message.request_ids)
-        handles, gap = self._handles, self._metrics.inter_token
-        for row, (request_id, text, count) in enumerate(zip(ids, message.texts, message.num_tokens, strict=False)):
-            handle = handles.get(request_id)
-            if handle is None:  # cancelled
-                continue
-            choice = request_id - handle.first_id
-            last = handle.last_token[choice]
-            # The plain case first: this loop is what the process spends its time on.
-            if last and row not in details:
-                if count:
-                    gap(now - last, count)
-                    handle.last_token[choice] = now
-                if (direct := handle.direct) is not None and not direct.blocked:
-                    if direct.add(choice, text):
-                        self._unflushed.append(direct)
-                    continue
-                detail = None
-            else:
-                detail = details.get(row)
-                if count:
-                    self._count(handle, choice, now, last, count)
-                if detail is not None:
-                    self._note(request_id, choice, handle, detail, now)
-            if not handle.push(Event(choice, text, count, detail)):
-                self._drop(handle)
-
-    def _count(self, handle: Handle, choice: int, now: int, last: int, count: int) -> None:
-        if last:
-            self._metrics.inter_token(now - last, count)
-        else:
-            self._metrics.first_token(now - handle.arrival)
-        handle.last_token[choice] = now
-
-    def _note(self, request_id: int, choice: int, handle: Handle, detail: Detail, now: int) -> None:
-        if detail.opened is not None:
-            self._metrics.opened(detail.opened.queued)
-            handle.first_token[choice] = (now, detail.opened.queued)
-        if detail.ended is not None:
-            if (first := handle.first_token.get(choice)) and detail.ended.reason in ("stop", "length"):
-                came, queued = first
-                tokens = detail.ended.usage.completion_tokens
-                self._metrics.phases(max(0, came - handle.arrival - queued), now - came, tokens)
-            self._forget(request_id)
-            handle.unfinished.discard(choice)
-            self._metrics.ended(detail.ended, now - handle.arrival)
-
     def _drop(self, handle: Handle) -> None:
         logger.warning("dropped a client that left more than %d bytes unread", self._config.stream_buffer_bytes)
         self.cancel(handle)
         if handle.on_overflow is not None:
             handle.on_overflow()
 
-    def _end(self, request_id: int, reason: str, error: Error) -> None:
-        handle = self._forget(request_id)
-        if handle is None:
-            return
-        choice = request_id - handle.first_id
-        handle.unfinished.discard(choice)
-        ended = Ended("rejected" if reason == "rejected" else "error", Usage(0, 0), error=error)
-        self._metrics.ended(ended, time.monotonic_ns() - handle.arrival)
-        handle.push(Event(choice, "", 0, Detail(row=0, ended=ended)))
-
-    def _forget(self, request_id: int) -> Handle | None:
-        handle = self._handles.pop(request_id, None)
-        if not self._handles:
-            self.idle.set()
-        return handle
-
     async def _call(self, call_id: int, message: Message, to: str | None = None) -> Answer:
         self.limits()
         self._check_room(1)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
+        outbox = to or next(self._tokenizers)
         try:
-            self._send(to or next(self._tokenizers), message)
+            self._send(outbox, message)
             answer = await future
+        except asyncio.CancelledError:
+            if to is None:
+                self._send(outbox, Abort(request_ids=[call_id]))
+            raise
         finally:
             self._calls.pop(call_id, None)
         if answer.error is not None:
@@ -328,7 +256,7 @@ class Backend:
         limit = self._config.max_queued_requests
         if wanted > limit:
             raise ApiError(400, f"prompts times n must be at most {limit} on this server, got {wanted}", "n")
-        used = len(self._handles) + len(self._calls)
+        used = len(self._in_flight) + len(self._calls)
         share = math.ceil(limit / len(self._config.endpoints.frontends))
         # A request that is larger than this frontend's share still gets its turn when the frontend has nothing else.
         if used and used + wanted > share:
@@ -345,7 +273,7 @@ class Backend:
         return Submit(
             request_ids=ids,
             frontend=self._config.index,
-            prompt=cast(Prompt, prompt),  # encoded already; as part of a message it looks the same
+            prompt=prompt,
             sampling=job.sampling,
             arrival=arrival,
             priority=job.priority,

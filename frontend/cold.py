@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from frontend.backend import Backend
 from frontend.errors import ApiError
-from frontend.http import BodyReader
+from frontend.http import BodyReader, while_connected
 from frontend.openai.job import check_model
 from frontend.openai.parse import DETOKENIZE, TOKENIZE
 from frontend.parser.client import BodyParser
@@ -93,7 +93,7 @@ class ColdRoutes:
         limits = self._backend.limits()
         async with self._reader.read(request.scope, request.receive) as body:
             wanted = await self._parser.tokenize(body, limits)
-            encoded = await self._backend.encode(wanted.prompt)
+            encoded = await while_connected(request.scope, request.receive, self._backend.encode(wanted.prompt))
         ids = unpack_ids(encoded.ids)
         return _json(
             {
@@ -108,7 +108,8 @@ class ColdRoutes:
         limits = self._backend.limits()
         async with self._reader.read(request.scope, request.receive) as body:
             wanted = await self._parser.detokenize(body, limits)
-        decoded = await self._backend.decode(wanted.ids, wanted.skip_special_tokens)
+        call = self._backend.decode(wanted.ids, wanted.skip_special_tokens)
+        decoded = await while_connected(request.scope, request.receive, call)
         return _json({"prompt": decoded.text})
 
     async def profile_start(self, _: Request) -> Response:

@@ -72,7 +72,7 @@ def from_bound(error: BoundError, names: dict[str, str] | None = None) -> ApiErr
     return ApiError(400, f"{where} must be {error.bound}, got {shown(error.value)}", param=name, code="invalid_value")
 
 
-def from_decoding(error: Exception, body: bytes) -> ApiError:
+def from_decoding(error: Exception, body: bytes | bytearray) -> ApiError:
     """A body that is not JSON, or JSON of the wrong shape; says which field, what it should be and what it was."""
     if isinstance(error, RecursionError):
         return ApiError(400, "the request body is nested too deeply", code="invalid_json")
@@ -92,7 +92,7 @@ def from_decoding(error: Exception, body: bytes) -> ApiError:
     )
 
 
-def _value_at(body: bytes, path: str) -> str:
+def _value_at(body: bytes | bytearray, path: str) -> str:
     try:
         value: Any = msgspec.json.decode(body)
         for index, key in _PART.findall(path):

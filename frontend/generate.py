@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from frontend.backend import Backend
 from frontend.errors import from_error
 from frontend.handle import Event, Handle
-from frontend.http import CONNECTION, Connection, HeaderList, Receive, Scope, Send, respond
+from frontend.http import CONNECTION, Connection, HeaderList, Receive, Scope, Send, respond, watching
 from frontend.openai.answer import Choice, Identity, body, failure
 from frontend.openai.job import Job
 from frontend.stream import HEADERS, Chunks, DirectText, error_events
@@ -34,22 +33,14 @@ class Generator:
         connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
         if connection is not None:
             handle.on_overflow = connection.cut
-            connection.on_lost = partial(self._backend.cancel, handle)
-        watcher = asyncio.ensure_future(self._watch(receive, handle))
+        cancel = partial(self._backend.cancel, handle)
         try:
-            if job.stream:
-                return await self._stream(job, identity, handle, send, connection)
-            return await self._whole(job, identity, handle, send)
+            async with watching(scope, receive, cancel):
+                if job.stream:
+                    return await self._stream(job, identity, handle, send, connection)
+                return await self._whole(job, identity, handle, send)
         finally:
-            watcher.cancel()
-            if connection is not None:
-                connection.on_lost = None
-            self._backend.cancel(handle)  # whatever went wrong, nothing is left running
-
-    async def _watch(self, receive: Receive, handle: Handle) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._backend.cancel(handle)
+            cancel()  # whatever went wrong, nothing is left running
 
     async def _whole(self, job: Job, identity: Identity, handle: Handle, send: Send) -> int | None:
         choices = [Choice() for _ in range(job.num_choices)]

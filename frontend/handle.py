@@ -55,6 +55,7 @@ class Handle:
     def __init__(self, first_id: int, num_choices: int, buffer_bytes: int) -> None:
         self.first_id = first_id
         self.unfinished = set(range(num_choices))
+        self.tokenizers: set[str] = set()  # the outboxes of those that were sent its prompts
         self.arrival = time.monotonic_ns()
         self.last_token = [0] * num_choices  # CLOCK_MONOTONIC ns of each choice's latest token, 0: none yet
         self.first_token: dict[int, tuple[int, int]] = {}  # choice -> when its first came, ns it had been queued
@@ -106,3 +107,7 @@ class Handle:
     def request_ids(self) -> list[int]:
         """Ids of the choices that have not ended."""
         return [self.first_id + choice for choice in sorted(self.unfinished)]
+
+    def silent_ids(self) -> list[int]:
+        """Those of them that have no token yet: their prompt may still be with its tokenizer."""
+        return [self.first_id + choice for choice in sorted(self.unfinished) if not self.last_token[choice]]

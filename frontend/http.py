@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, Protocol, TypeVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -15,6 +15,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 HeaderList = list[tuple[bytes, bytes]]
+T = TypeVar("T")
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_SECONDS = 30.0  # from a connection's start, or the first byte of its next request, to the end of the headers
@@ -44,7 +45,7 @@ class Connection(Protocol):
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its request was complete."""
+    """The client closed the connection before its request was complete, or answered."""
 
 
 class BodyReader:
@@ -55,7 +56,7 @@ class BodyReader:
         self._room = limit * BODIES_AT_ONCE
 
     @contextlib.asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes | bytearray]:
         """The body, which counts until the `async with` is left: its prompts live as long as their answers.
 
         Raises `ApiError` 413 above the limit, 503 above that of all bodies, 408 when the client stops sending,
@@ -64,7 +65,7 @@ class BodyReader:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._limit:
                 raise self._too_large()
-        pieces: list[bytes] = []
+        body = bytearray()  # grows in place: to join the pieces of a large one would hold up everyone
         size = 0
         try:
             more = True
@@ -78,9 +79,10 @@ class BodyReader:
                     raise ApiError(
                         503, "too many large requests are in progress", code="overloaded", retry_after=1, close=True
                     )
-                pieces.append(piece)
-            pieces[:] = [b"".join(pieces)]
-            yield pieces.pop()  # not kept here: once parsed, the bytes may go
+                body += piece
+            whole = [body]
+            del body
+            yield whole.pop()  # not kept here: once parsed, the bytes may go
         finally:
             self._room += size
 
@@ -98,6 +100,45 @@ async def _next_piece(receive: Receive) -> tuple[bytes, bool]:
     if message["type"] == "http.disconnect":
         raise ClientGone
     return message.get("body", b""), message.get("more_body", False)
+
+
+@contextlib.asynccontextmanager
+async def watching(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+    """While inside, `on_gone` is called when the client has left, perhaps twice. The body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    if connection is not None:
+        connection.on_lost = on_gone
+    watcher = asyncio.ensure_future(watch())  # also needed because nothing is read of a connection before `receive`
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        if connection is not None:
+            connection.on_lost = None
+
+
+async def while_connected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client leaves before, `work` is cancelled: `ClientGone`."""
+    task = asyncio.ensure_future(work)
+    left = False
+
+    def leave() -> None:
+        nonlocal left
+        left = task.cancel() or left
+
+    async with watching(scope, receive, leave):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if left:
+                raise ClientGone from None
+            raise
 
 
 async def respond(send: Send, status: int, headers: HeaderList, body: bytes) -> None:

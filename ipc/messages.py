@@ -1,7 +1,7 @@
 """Every message between processes, grouped by the process that receives it.
 
     frontend --Submit--> tokenizer_proc --Generate--> engine_core --StepOutput--> detokenizer_proc --Deltas--> frontend
-        \\-------------------- Abort ------------------->/    ^------- Abort (stop string found) -------/
+        \\------ Abort ---------^------------------------>/    ^------- Abort (stop string found) -------/
 
 Each process has one inbox and one union type that closes it. Token ids travel as little-endian int32 bytes and request
 ids as int64 bytes: an 8k-token prompt then costs about 1 us to decode instead of 191 us as a list. A whole engine step
@@ -22,6 +22,7 @@ from ipc.sampling import SamplingParams
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 FrontendIndex = Annotated[int, Meta(ge=0, lt=2**15)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
+StepNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # steps of half a millisecond pass 2**31 within two weeks
 TokenBytes = Annotated[bytes, Meta(max_length=4 * 2**24)]  # int32, little endian
 Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # CLOCK_MONOTONIC, shared by all processes of a host
 ShortText = Annotated[str, Meta(max_length=65_536)]
@@ -85,11 +86,15 @@ class TextSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Submit(Message, frozen=True):
-    """One prompt, `len(request_ids)` independent answers to it (OpenAI's n)."""
+    """One prompt, `len(request_ids)` independent answers to it (OpenAI's n).
+
+    The prompt is an encoded `Prompt`, also in `Encode`: decoding a large one takes as long as the rest of the work, so
+    whoever does that decodes it. See `ipc.codec`.
+    """
 
     request_ids: Annotated[list[RequestId], Meta(min_length=1, max_length=128)]
     frontend: FrontendIndex
-    prompt: Prompt
+    prompt: msgspec.Raw
     sampling: SamplingParams
     arrival: Nanoseconds
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0  # lower runs first
@@ -102,7 +107,7 @@ class Encode(Message, frozen=True):
 
     call_id: RequestId
     frontend: FrontendIndex
-    prompt: Prompt
+    prompt: msgspec.Raw
 
 
 class Decode(Message, frozen=True):
@@ -112,6 +117,18 @@ class Decode(Message, frozen=True):
     frontend: FrontendIndex
     ids: TokenBytes
     skip_special_tokens: bool = False
+
+
+# --- to the tokenizer and to the engine -----------------------------------------------------------------------------
+
+
+class Abort(Message, frozen=True):
+    """Stop these requests. To the engine, where it may arrive before the request itself, or after its end; both are
+    normal. And to a tokenizer that may still have them, or a call, in its queue: there it comes after them."""
+
+    request_ids: Annotated[list[RequestId], Meta(max_length=65_536)]
+    # True when the detokenizer found a stop string: it has already sent the request's last event.
+    stop_string: bool = False
 
 
 # --- to the engine --------------------------------------------------------------------------------------------------
@@ -127,14 +144,6 @@ class Generate(Message, frozen=True):
     priority: int = 0
     cache_salt: ShortText = ""
     text: bytes = b""  # an encoded TextSpec, opaque to the engine
-
-
-class Abort(Message, frozen=True):
-    """Stop these requests. May arrive before the request itself, or after its end; both are normal."""
-
-    request_ids: Annotated[list[RequestId], Meta(max_length=65_536)]
-    # True when the detokenizer found a stop string: it has already sent the request's last event.
-    stop_string: bool = False
 
 
 class Profile(Message, frozen=True):
@@ -205,7 +214,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True):
 class StepOutput(Message, frozen=True):
     """All that one engine step produced. Row i: request `request_ids[i]` got token `token_ids[i]`."""
 
-    step: Count
+    step: StepNumber
     request_ids: bytes = b""  # int64 per row
     token_ids: TokenBytes = b""  # int32 per row
     opened: list[Opened] = []
@@ -307,7 +316,7 @@ class DeviceUsage(msgspec.Struct, frozen=True):
 class EngineStats(Message, frozen=True):
     """Sent by the engine a few times a second while busy and once a second while idle: the heartbeat."""
 
-    step: Count
+    step: StepNumber
     running: Count
     waiting: Count
     kv_blocks_total: Count
@@ -413,7 +422,7 @@ class Shutdown(Message, frozen=True):
     """Finish what is in hand, release everything, exit 0."""
 
 
-TokenizerMessage = Submit | Encode | Decode | Shutdown
+TokenizerMessage = Submit | Encode | Decode | Abort | Shutdown
 EngineMessage = Generate | Abort | Profile | ListRequests | Shutdown
 DetokenizerMessage = StepOutput | Shutdown
 FrontendMessage = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from ipc.config import TokenizerProcessConfig
 from ipc.messages import TokenizerMessage
 from ipc.runtime import Child, child_main
 from tokenizer_proc.actor import TokenizerActor
+from tokenizer_proc.lanes import Lanes
 from tokenizer_proc.load import load_text_model
-from tokenizer_proc.long_lane import TwoLanes
 from tokenizer_proc.model import TextModel
+from tokenizer_proc.renderer.client import Renderer
 
 
 def main(config: TokenizerProcessConfig, child: Child) -> None:
@@ -30,9 +32,17 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
     with Receiver[Any](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
-        lanes = TwoLanes(TokenizerActor(model, child.recorder), TokenizerActor(other, child.recorder), inbox.post)
-        child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
-        run(lanes, inbox, outboxes, recorder=child.recorder)
+        renderer = Renderer(config.model, config.chat_template)
+        lanes = Lanes(
+            TokenizerActor(model, child.recorder),
+            TokenizerActor(other, child.recorder),
+            TokenizerActor(model, child.recorder, renderer.encode),
+            renderer,
+            inbox.post,
+        )
+        with closing(lanes):
+            child.ready({"tokenizer_json": str(tokenizer_json), **facts(model)})
+            run(lanes, inbox, outboxes, recorder=child.recorder)
 
 
 def facts(model: TextModel) -> dict[str, Any]:

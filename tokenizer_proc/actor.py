@@ -5,35 +5,41 @@ Whatever is wrong with a message, its sender gets an answer that says so, and th
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import assert_never
+
+import msgspec
 
 from ipc.actor import Envelope
 from ipc.channel import frontend_key
-from ipc.messages import Decode, Decoded, Encode, Encoded, Error, Generate, Rejected, Shutdown, Submit, TokenizerMessage
+from ipc.codec import unpack_prompt
+from ipc.messages import Decode, Decoded, Encode, Encoded, Generate, Rejected, Submit
 from ipc.recorder.events import ENCODE
 from ipc.recorder.ring import Recorder
-from ipc.sampling import BoundError
 from tokenizer_proc.encode import check_ids, encode_prompt, from_bytes, text_spec, to_bytes
-from tokenizer_proc.errors import PromptError
+from tokenizer_proc.errors import PromptError, explained
+from tokenizer_proc.lane import Work
 from tokenizer_proc.model import TextModel
-
-log = logging.getLogger(__name__)
 
 # What would not fit into the message of an answer, or hold everyone up while it is written.
 MAX_CHARS = 1 << 24
 MAX_PROMPT_LOGPROBS = 1 << 19
 
 
+EncodePrompt = Callable[[msgspec.Raw], list[int]]
+
+
 class TokenizerActor:
-    def __init__(self, model: TextModel, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: TextModel, recorder: Recorder | None = None, encode: EncodePrompt | None = None) -> None:
+        """`encode`: in the place of this process's own, which decodes, renders and encodes with `model`."""
         self._model = model
         self._recorder = recorder or Recorder()
+        self._encode_prompt = encode or (lambda prompt: encode_prompt(model, unpack_prompt(prompt)))
 
-    def handle(self, batch: list[TokenizerMessage]) -> list[Envelope]:
+    def handle(self, batch: list[Work]) -> list[Envelope]:
         return [envelope for message in batch for envelope in self._handle(message)]
 
-    def _handle(self, message: TokenizerMessage) -> list[Envelope]:
+    def _handle(self, message: Work) -> list[Envelope]:
         match message:
             case Submit():
                 return self._submit(message)
@@ -41,8 +47,6 @@ class TokenizerActor:
                 return [(frontend_key(message.frontend), self._encode(message))]
             case Decode():
                 return [(frontend_key(message.frontend), self._decode(message))]
-            case Shutdown():  # the driver's
-                return []
             case _:
                 assert_never(message)
 
@@ -53,7 +57,7 @@ class TokenizerActor:
             num_tokens = len(generates[0].prompt_ids) // 4
             return [("engine", generate) for generate in generates]
         except Exception as error:
-            answer = Rejected(request_ids=submit.request_ids, error=_explained(error))
+            answer = Rejected(request_ids=submit.request_ids, error=explained(error))
             return [(frontend_key(submit.frontend), answer)]
         finally:
             self._recorder.end(ENCODE, began, submit.request_ids[0], num_tokens, len(submit.request_ids))
@@ -61,7 +65,7 @@ class TokenizerActor:
     def _generates(self, submit: Submit) -> list[Generate]:
         model, sampling = self._model, submit.sampling
         sampling.check_vocabulary(model.vocab_size)
-        ids = encode_prompt(model, submit.prompt)
+        ids = self._encode_prompt(submit.prompt)
         _check_prompt_logprobs(len(ids), sampling.prompt_logprobs)
         echo = None
         if submit.echo:
@@ -84,11 +88,11 @@ class TokenizerActor:
 
     def _encode(self, call: Encode) -> Encoded:
         try:
-            ids = encode_prompt(self._model, call.prompt)
+            ids = self._encode_prompt(call.prompt)
             tokens = [self._model.tokenizer.id_to_token(token) or "" for token in ids]
             return Encoded(call_id=call.call_id, ids=to_bytes(ids), tokens=tokens)
         except Exception as error:
-            return Encoded(call_id=call.call_id, error=_explained(error))
+            return Encoded(call_id=call.call_id, error=explained(error))
 
     def _decode(self, call: Decode) -> Decoded:
         try:
@@ -99,7 +103,7 @@ class TokenizerActor:
                 raise PromptError(f"tokens make a text of {len(text)} characters, the limit is {MAX_CHARS}", "tokens")
             return Decoded(call_id=call.call_id, text=text)
         except Exception as error:
-            return Decoded(call_id=call.call_id, error=_explained(error))
+            return Decoded(call_id=call.call_id, error=explained(error))
 
 
 def _check_prompt_logprobs(num_tokens: int, wanted: int | None) -> None:
@@ -111,12 +115,3 @@ def _check_prompt_logprobs(num_tokens: int, wanted: int | None) -> None:
         "prompt_logprobs",
         code="invalid_value",
     )
-
-
-def _explained(error: Exception) -> Error:
-    if isinstance(error, PromptError):
-        return error.error
-    if isinstance(error, BoundError):
-        return Error(400, str(error), param=error.field, code="invalid_value")
-    log.error("a message failed in the tokenizer", exc_info=error)
-    return Error(500, "the tokenizer failed on this request", "server_error", code="tokenizer_error")

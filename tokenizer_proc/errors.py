@@ -1,8 +1,13 @@
-"""A prompt that cannot be turned into tokens."""
+"""A prompt that cannot be turned into tokens, and what the client is told."""
 
 from __future__ import annotations
 
+import logging
+
 from ipc.messages import Error
+from ipc.sampling import BoundError
+
+log = logging.getLogger(__name__)
 
 
 class PromptError(ValueError):
@@ -13,3 +18,20 @@ class PromptError(ValueError):
         message = message[:32_768].encode("utf-8", "backslashreplace").decode()[:65_536]
         super().__init__(message)
         self.error = Error(status, message, param=param, code=code)
+
+    @classmethod
+    def of(cls, error: Error) -> PromptError:
+        """One that another process has raised."""
+        raised = cls(error.message)
+        raised.error = error
+        return raised
+
+
+def explained(error: Exception) -> Error:
+    """What the client gets for `error`. What it can do nothing about is logged."""
+    if isinstance(error, PromptError):
+        return error.error
+    if isinstance(error, BoundError):
+        return Error(400, str(error), param=error.field, code="invalid_value")
+    log.error("a message failed in the tokenizer", exc_info=error)
+    return Error(500, "the tokenizer failed on this request", "server_error", code="tokenizer_error")

@@ -15,7 +15,7 @@ from frontend.cli.client import ChatMessage, Client, ServerError
 from frontend.cli.params import GroupedCommand, model_argument, option_params
 from frontend.cli.run import KEYS
 from frontend.cli.settings import AnswerOptions, load
-from frontend.cli.terminal import Stopped, print_answer
+from frontend.cli.terminal import Stopped, note_cut_off, print_answer
 
 HELP = """\
 Enter sends, Alt+Enter starts a new line, Up brings back what you wrote before.
@@ -103,6 +103,8 @@ class Chat:
     def _answer(self, text: str) -> None:
         try:
             answer = print_answer(self._client.stream_chat(self.conversation.messages(text), self._options))
+            if self._client.cut_off:
+                note_cut_off()
         except Stopped as stop:
             answer = stop.text
             click.echo("(stopped)", err=True)

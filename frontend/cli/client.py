@@ -40,6 +40,7 @@ class Client:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
+        self.cut_off = False  # the last answer ended because it may be no longer
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
@@ -50,6 +51,7 @@ class Client:
 
         Raises `ServerError` with the server's own words, or if it cannot be reached or breaks off.
         """
+        self.cut_off = False
         body: dict[str, Any] = {"messages": messages, "stream": True}
         for field in ("max_tokens", "temperature", "top_p"):
             if (value := getattr(options, field)) is not None:
@@ -59,7 +61,7 @@ class Client:
             connection.connect()
             connection.sock.settimeout(None)  # a long prompt may take its time before the first token
             connection.request("POST", f"{self._root}/v1/chat/completions", msgspec.json.encode(body), self._headers)
-            yield from _pieces(connection.getresponse())
+            yield from self._pieces(connection.getresponse())
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"no answer from {self.url}: {error}") from None
         except UnicodeEncodeError as error:  # a terminal or a shell passes bytes on that are no text
@@ -82,30 +84,30 @@ class Client:
             raise ServerError(_error_text(body[: 1 << 20], f"{self.url} answers {path} with HTTP {response.status}"))
         return body
 
+    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[str]:
+        if response.status != 200:
+            raise ServerError(_error_text(response.read(1 << 20), f"HTTP status {response.status}"))
+        finished = False
+        while line := response.readline():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                finished = True
+                break
+            event = msgspec.json.decode(data)
+            if "error" in event:
+                raise ServerError(_error_text(data, "the server broke off the answer"))
+            for choice in event.get("choices", []):
+                self.cut_off |= choice.get("finish_reason") == "length"
+                if text := choice.get("delta", {}).get("content"):
+                    yield text
+        if not finished:
+            raise ServerError("the server closed the connection in the middle of the answer")
+
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=timeout_s)
-
-
-def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    if response.status != 200:
-        raise ServerError(_error_text(response.read(1 << 20), f"HTTP status {response.status}"))
-    finished = False
-    while line := response.readline():
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            finished = True
-            break
-        event = msgspec.json.decode(data)
-        if "error" in event:
-            raise ServerError(_error_text(data, "the server broke off the answer"))
-        for choice in event.get("choices", []):
-            if text := choice.get("delta", {}).get("content"):
-                yield text
-    if not finished:
-        raise ServerError("the server closed the connection in the middle of the answer")
 
 
 def _error_text(body: bytes, fallback: str) -> str:

@@ -47,12 +47,14 @@ def _run(words: Sequence[str], **flags: Any) -> None:
         raise click.UsageError('no prompt: give it in quotes or pipe it in, e.g. gapless run "Why is the sky blue?"')
     from frontend.cli.client import ChatMessage
     from frontend.cli.launch import client_for
-    from frontend.cli.terminal import print_answer
+    from frontend.cli.terminal import note_cut_off, print_answer
 
     messages = [ChatMessage("system", settings.answer.system)] if settings.answer.system else []
     messages.append(ChatMessage("user", text))
     with client_for(settings) as client:
         print_answer(client.stream_chat(messages, settings.answer))
+        if client.cut_off:
+            note_cut_off()
 
 
 COMMAND = GroupedCommand(

@@ -37,7 +37,8 @@ class AnswerOptions(Config, frozen=True):
 
     url: Annotated[str | None, option("Answer", "use this running server, e.g. http://127.0.0.1:8000")] = None
     system: Annotated[str | None, option("Answer", "system message")] = None
-    max_tokens: Annotated[Positive | None, option("Answer", "longest answer in tokens [to the context's end]")] = None
+    # Room for a long answer or a model that thinks first, but an end to one that has lost its way.
+    max_tokens: Annotated[Positive, option("Answer", "longest answer in tokens")] = 2048
     temperature: Annotated[
         Annotated[float, Meta(ge=0.0, le=100.0)] | None, option("Answer", "0: always the likeliest token [1]")
     ] = None

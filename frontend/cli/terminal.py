@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+import click
+
 # A model must not move the cursor, set the title or write to the clipboard.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -32,6 +34,11 @@ def print_answer(pieces: Iterator[str], out: TextIO | None = None) -> str:
             out.write("\n")
         out.flush()
     return "".join(parts)
+
+
+def note_cut_off() -> None:
+    """Say why an answer ends in the middle, apart from what is piped on."""
+    click.secho("(cut off where --max-tokens or the model's context ends)", dim=True, err=True)
 
 
 class Stopped(KeyboardInterrupt):

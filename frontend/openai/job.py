@@ -69,20 +69,20 @@ class Bodies:
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
-    def chat(self, body: bytes) -> ChatRequest:
+    def chat(self, body: bytes | bytearray) -> ChatRequest:
         return _decode(self._chat, body)
 
-    def completion(self, body: bytes) -> CompletionRequest:
+    def completion(self, body: bytes | bytearray) -> CompletionRequest:
         return _decode(self._completion, body)
 
-    def tokenize(self, body: bytes) -> TokenizeRequest:
+    def tokenize(self, body: bytes | bytearray) -> TokenizeRequest:
         return _decode(self._tokenize, body)
 
-    def detokenize(self, body: bytes) -> DetokenizeRequest:
+    def detokenize(self, body: bytes | bytearray) -> DetokenizeRequest:
         return _decode(self._detokenize, body)
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     if (values := body.count(b",")) > MAX_VALUES:
         raise ApiError(
             413, f"the request body may hold at most {MAX_VALUES} values, got some {values}", code="too_large"

@@ -37,7 +37,7 @@ class Parser:
     def __init__(self) -> None:
         self._bodies = Bodies()
 
-    def job(self, path: str, body: bytes, limits: Limits) -> Job:
+    def job(self, path: str, body: bytes | bytearray, limits: Limits) -> Job:
         if path == CHAT:
             chat = self._bodies.chat(body)
             check_model(chat.model, limits)
@@ -46,12 +46,12 @@ class Parser:
         check_model(completion.model, limits)
         return completion_job(completion, limits)
 
-    def tokenize(self, body: bytes, limits: Limits) -> TokenizeCall:
+    def tokenize(self, body: bytes | bytearray, limits: Limits) -> TokenizeCall:
         wanted = self._bodies.tokenize(body)
         check_model(wanted.model, limits)
         return TokenizeCall(_tokenize_prompt(wanted), bool(wanted.return_token_strs))
 
-    def detokenize(self, body: bytes, limits: Limits) -> DetokenizeCall:
+    def detokenize(self, body: bytes | bytearray, limits: Limits) -> DetokenizeCall:
         wanted = self._bodies.detokenize(body)
         check_model(wanted.model, limits)
         check_length("tokens", wanted.tokens, limits.max_model_len)

@@ -10,6 +10,7 @@ import msgspec
 
 from frontend.errors import ApiError, shown
 from frontend.openai.schema import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from ipc.codec import pack_prompt
 from ipc.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from ipc.sampling import MAX_INT
 
@@ -88,7 +89,7 @@ def completion_prompts(request: CompletionRequest, vocab_size: int, max_model_le
 def packed(prompt: Prompt) -> msgspec.Raw:
     """A prompt as a message carries it. `ApiError` if none can."""
     try:
-        return msgspec.Raw(msgspec.msgpack.encode(prompt))
+        return pack_prompt(prompt)
     except (OverflowError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the request holds a value that cannot be processed: {error}") from None
 

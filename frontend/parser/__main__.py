@@ -9,36 +9,33 @@ import os
 import select
 import signal
 import sys
-from typing import BinaryIO
 
 import msgspec
 from setproctitle import setproctitle
 
 from frontend.errors import ApiError
 from frontend.openai.parse import DETOKENIZE, TOKENIZE, Parser
-from frontend.parser.wire import IDLE_S, LENGTH, Ask, Refusal, Reply, frame
+from frontend.parser.wire import IDLE_S, Ask, Refusal, Reply
+from ipc.frames import read_frame, write_frame
+
+_NICE = 10  # where cores are few, the engine's steps and small requests come first
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle("gapless: parser")
+    os.nice(_NICE)
     parser = Parser()
     ask_decoder = msgspec.msgpack.Decoder(Ask)
     # Unbuffered: `select` must not miss what a buffer holds.
     with os.fdopen(0, "rb", 0) as source, os.fdopen(1, "wb", 0) as sink:
         while select.select([source], [], [], IDLE_S)[0]:
-            head = _read(source)
-            if head is None:
+            if (head := read_frame(source)) is None or (body := read_frame(source)) is None:
                 return
-            body = _read(source)
-            if body is None:
-                return
-            reply = memoryview(frame(msgspec.msgpack.encode(parse(parser, ask_decoder.decode(head), body))))
-            while reply:
-                reply = reply[sink.write(reply) :]
+            write_frame(sink, msgspec.msgpack.encode(parse(parser, ask_decoder.decode(head), body)))
 
 
-def parse(parser: Parser, ask: Ask, body: bytes) -> Reply:
+def parse(parser: Parser, ask: Ask, body: bytes | bytearray) -> Reply:
     try:
         if ask.path == TOKENIZE:
             return Reply(tokenize=parser.tokenize(body, ask.limits))
@@ -49,23 +46,6 @@ def parse(parser: Parser, ask: Ask, body: bytes) -> Reply:
         # A message may repeat a lone surrogate of the body's, which msgpack cannot carry.
         message = error.message.encode("utf-8", "backslashreplace").decode()
         return Reply(refusal=Refusal(error.status, message, error.param, error.code))
-
-
-def _read(source: BinaryIO) -> bytes | None:
-    """The next frame; None at the end."""
-    head = _exactly(source, LENGTH.size)
-    return None if head is None else _exactly(source, LENGTH.unpack(head)[0])
-
-
-def _exactly(source: BinaryIO, size: int) -> bytes | None:
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        count = source.readinto(view[filled:])  # type: ignore[attr-defined]
-        if not count:
-            return None
-        filled += count
-    return bytes(data)
 
 
 if __name__ == "__main__":

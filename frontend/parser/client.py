@@ -12,7 +12,8 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.openai.job import Job, Limits
 from frontend.openai.parse import DETOKENIZE, TOKENIZE, DetokenizeCall, Parser, TokenizeCall
-from frontend.parser.wire import LENGTH, Ask, Reply, frame
+from frontend.parser.wire import Ask, Reply
+from ipc.frames import LENGTH, frame
 from ipc.processes import child_environment
 
 logger = logging.getLogger(__name__)
@@ -32,21 +33,21 @@ class BodyParser:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def job(self, path: str, body: bytes, limits: Limits) -> Job:
+    async def job(self, path: str, body: bytes | bytearray, limits: Limits) -> Job:
         if len(body) < LARGE_BODY:
             return self._parser.job(path, body, limits)
         reply = await self._ask(path, body, limits)
         assert reply.job is not None
         return reply.job
 
-    async def tokenize(self, body: bytes, limits: Limits) -> TokenizeCall:
+    async def tokenize(self, body: bytes | bytearray, limits: Limits) -> TokenizeCall:
         if len(body) < LARGE_BODY:
             return self._parser.tokenize(body, limits)
         reply = await self._ask(TOKENIZE, body, limits)
         assert reply.tokenize is not None
         return reply.tokenize
 
-    async def detokenize(self, body: bytes, limits: Limits) -> DetokenizeCall:
+    async def detokenize(self, body: bytes | bytearray, limits: Limits) -> DetokenizeCall:
         if len(body) < LARGE_BODY:
             return self._parser.detokenize(body, limits)
         reply = await self._ask(DETOKENIZE, body, limits)
@@ -60,7 +61,7 @@ class BodyParser:
                 process.kill()
             await process.wait()
 
-    async def _ask(self, path: str, body: bytes, limits: Limits) -> Reply:
+    async def _ask(self, path: str, body: bytes | bytearray, limits: Limits) -> Reply:
         async with self._turn:
             for _ in range(_ATTEMPTS):
                 try:
@@ -88,7 +89,7 @@ class BodyParser:
             logger.warning("cannot start the process that parses large bodies: %s", error)
             raise ApiError(503, "large requests cannot be parsed now", code="overloaded", retry_after=1) from None
 
-    async def _exchange(self, head: bytes, body: bytes) -> bytes:
+    async def _exchange(self, head: bytes, body: bytes | bytearray) -> bytearray:
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await self._start()
@@ -100,6 +101,9 @@ class BodyParser:
             process.stdin.write(view[start : start + _PIECE])
             await process.stdin.drain()
         (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        reply = await process.stdout.readexactly(size)
-        await asyncio.sleep(0)  # copying what is large takes its time, and there are more copies to come
+        reply = bytearray()  # grows in place: a copy of a large one would hold up everyone
+        while len(reply) < size:
+            if not (piece := await process.stdout.read(min(_PIECE, size - len(reply)))):
+                raise asyncio.IncompleteReadError(b"", size)
+            reply += piece
         return reply

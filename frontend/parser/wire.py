@@ -1,19 +1,16 @@
 """What the frontend and its parsing process say to each other through the latter's standard input and output.
 
-to it    length, Ask · length, body
-back     length, Reply
+to it    frame with Ask · frame with the body
+back     frame with Reply        (see `ipc.frames`)
 """
 
 from __future__ import annotations
-
-import struct
 
 import msgspec
 
 from frontend.openai.job import Job, Limits
 from frontend.openai.parse import DetokenizeCall, TokenizeCall
 
-LENGTH = struct.Struct("<Q")
 IDLE_S = 30.0  # after which the process ends and gives its memory back
 
 
@@ -38,7 +35,3 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     tokenize: TokenizeCall | None = None
     detokenize: DetokenizeCall | None = None
     refusal: Refusal | None = None
-
-
-def frame(data: bytes) -> bytes:
-    return LENGTH.pack(len(data)) + data

@@ -206,7 +206,7 @@ def _outputs(processes: Sequence[Process]) -> _Outputs:
     for process in processes:
         for span in process.spans:
             if span.code in found:
-                found[span.code][span.id] = process.pid, span
+                found[span.code][span.id & events.STEP_MASK] = process.pid, span
     return found
 
 

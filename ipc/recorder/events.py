@@ -33,6 +33,8 @@ DECODE: Final = 40  # a step's ids to text
 WAIT: Final = 60  # nothing to do: blocked in a poll
 GC: Final = 61  # Python's garbage collector
 
+STEP_MASK: Final = 0x7FFF_FFFF  # of a step's number where it is a value, which has 32 bits; as an `id` it is whole
+
 
 def name_words(name: str) -> tuple[int, int]:
     """What NAMED keeps of an id like `chatcmpl-0123…`: the first 64 bits after the dash, as two int32."""

@@ -13,6 +13,7 @@ nothing, since numbers are drawn atomically and Python's lock is held while a re
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import mmap
@@ -124,9 +125,12 @@ class RingRecorder(Recorder):
 
 
 def _make_file(path: Path, size: int) -> mmap.mmap:
-    """A new file of this user alone, all its memory taken now: later there would be no error, but a SIGBUS."""
+    """A new file of this user alone, all its memory taken now: later there would be no error, but a SIGBUS.
+
+    It is locked (flock) as long as the memory is mapped, so as long as the process lives."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # the mapping keeps a descriptor of the same open file
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
         else:

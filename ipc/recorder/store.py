@@ -14,6 +14,7 @@ Recordings hold times, counts and ids; no text, no tokens, no keys.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -33,6 +34,7 @@ MAX_BYTES = 128 * 2**20
 PREFIX = "gapless-"
 _TIME = "%Y%m%d-%H%M%S-"
 HOME = "run"  # link back to the run directory
+_START_S = 60.0  # after which a run has rings, if it ever will
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -161,9 +163,24 @@ def past_runs(runs: Path) -> list[Path]:
 
 
 def _sweep(shared_memory: Path) -> None:
-    """Remove what belongs to a run directory that somebody has removed by hand."""
+    """Remove what belongs to a run directory that somebody has removed by hand. One that cannot be seen from here may
+    also be that of another container with which we share the memory: there, processes hold its rings."""
     for folder in shared_memory.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             home = folder / HOME
-            if folder.lstat().st_uid == os.getuid() and home.is_symlink() and not home.exists():
+            lost = folder.lstat().st_uid == os.getuid() and home.is_symlink() and not home.exists()
+            if lost and not _is_held(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a process writes a ring in there, or may be about to make the first one."""
+    if time.time() - folder.stat().st_mtime < _START_S:
+        return True
+    for path in folder.glob(f"*{SUFFIX}"):
+        with path.open("rb") as ring:
+            try:
+                fcntl.flock(ring, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False

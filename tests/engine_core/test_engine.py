@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_core.engine import MAX_FAILED_STEPS, Engine
 from engine_core.tombstones import Tombstones
-from ipc.codec import pack_ids, unpack_ids, unpack_request_ids
+from ipc.codec import encode, make_decoder, pack_ids, unpack_ids, unpack_request_ids
 from ipc.config import EngineConfig
-from ipc.messages import Finished, Generate, Opened, StepOutput
+from ipc.messages import DetokenizerMessage, Finished, FrontendMessage, Generate, Opened, StepOutput
+from ipc.recorder.events import COMMIT, FINISHED
+from ipc.recorder.reader import read_ring
+from ipc.recorder.ring import RingRecorder
 from ipc.sampling import SamplingParams
 from tests.fakes import EOS, FakeRunner, expected_tokens, make_facts
 
@@ -341,3 +345,22 @@ def test_idle_is_the_exact_baseline(depth: int) -> None:
 def test_a_step_with_nothing_to_do_is_empty() -> None:
     output = make_engine().step()
     assert (output.request_ids, output.opened, output.finished) == (b"", [], [])
+
+
+def test_steps_may_be_more_than_32_bits_count(tmp_path: Path) -> None:
+    """After two weeks of steps of half a millisecond: what the engine says and records must still be taken."""
+    recorder = RingRecorder(tmp_path, "engine_core", 1 << 10)
+    facts = make_facts()
+    config = EngineConfig(model="fake")
+    engine = Engine(FakeRunner(facts), facts, config, clock=Clock(), recorder=recorder)
+    engine._step = engine.scheduler._planned = engine.scheduler._committed = 2**31 - 3
+    seen = run(engine, generate(1), generate(2, [7]))
+    steps = [output.step for output in seen.outputs]
+    assert steps == list(range(2**31 - 2, 2**31 - 2 + len(steps)))
+    assert steps[-1] > 2**31
+    to_detokenizer, to_frontend = make_decoder(DetokenizerMessage), make_decoder(FrontendMessage)
+    assert [to_detokenizer.decode(encode(output)) for output in seen.outputs] == seen.outputs
+    assert to_frontend.decode(encode(engine.stats())).step == steps[-1]
+    records = read_ring(recorder.path).records
+    assert [record.code for record in records].count(FINISHED) == 2
+    assert max(record.id for record in records if record.code == COMMIT) > 2**31

@@ -13,7 +13,7 @@ import pytest
 from engine_core import loop
 from engine_core.engine import IDLE_AFTER_NS, Engine
 from engine_core.loop import HEARTBEAT_BUSY_S, HEARTBEAT_IDLE_S, EngineBroken, Heartbeat, run
-from ipc.codec import pack_ids, unpack_ids, unpack_request_ids
+from ipc.codec import pack_ids, pack_prompt, unpack_ids, unpack_request_ids
 from ipc.config import EngineConfig
 from ipc.memory import MemoryChannel
 from ipc.messages import (
@@ -120,7 +120,9 @@ def test_garbage_and_messages_for_others_change_nothing() -> None:
     setup = Setup()
     setup.inbox.send_bytes(b"\xc1 no message")
     setup.inbox.send_bytes(b"")
-    stray = Submit(request_ids=[7], frontend=0, prompt=TokenPrompt(ids=b""), sampling=SamplingParams(), arrival=0)
+    stray = Submit(
+        request_ids=[7], frontend=0, prompt=pack_prompt(TokenPrompt(ids=b"")), sampling=SamplingParams(), arrival=0
+    )
     setup.inbox.send(stray)
     torn = msgspec.structs.replace(generate(8), prompt_ids=b"abc")
     setup.inbox.send(torn)

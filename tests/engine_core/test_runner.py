@@ -224,8 +224,8 @@ def test_a_step_without_memory_ends_its_requests_and_names_the_flags(
 ) -> None:
     save_model(tmp_path, "llama")
     engine = build_engine(EngineConfig(model=str(tmp_path), kv_tokens=512, threads=1, device="cpu"))
-    assert isinstance(engine._runner, ModelRunner)
-    forward = engine._runner.forward
+    assert isinstance(engine._pipeline.runner, ModelRunner)
+    forward = engine._pipeline.runner.forward
 
     def add(request_id: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=3)
@@ -237,14 +237,14 @@ def test_a_step_without_memory_ends_its_requests_and_names_the_flags(
         raise error
 
     add(1)
-    monkeypatch.setattr(engine._runner, "forward", fail)
+    monkeypatch.setattr(engine._pipeline.runner, "forward", fail)
     (lost,) = engine.step().finished
     assert lost.error is not None
     assert lost.error.message == (
         "the engine failed: not enough memory for a step of 20 tokens; "
         "lower --max-num-batched-tokens, --max-num-seqs or the KV pool (--kv-tokens)"
     )
-    monkeypatch.setattr(engine._runner, "forward", forward)
+    monkeypatch.setattr(engine._pipeline.runner, "forward", forward)
     add(2)
     ended = [finished for _ in range(3) for finished in engine.step().finished]
     assert [finished.reason for finished in ended] == ["length"]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from frontend.app import App
@@ -24,7 +25,7 @@ from frontend.server import listen, serve
 from ipc.aio import AsyncReceiver
 from ipc.buckets import STEP_SECONDS, STEP_TOKENS
 from ipc.channel import Receiver, Sender, connect
-from ipc.codec import pack_ids, pack_request_ids, unpack_ids
+from ipc.codec import pack_ids, pack_request_ids, unpack_ids, unpack_prompt
 from ipc.config import Endpoints, FrontendProcessConfig
 from ipc.messages import (
     Abort,
@@ -87,6 +88,8 @@ class Fake:
     def __init__(self, endpoints: Endpoints) -> None:
         self.submits: deque[Submit] = deque()
         self.aborts: deque[int] = deque()
+        self.dropped: deque[int] = deque()  # ids of aborts that reached the tokenizer
+        self.held: deque[Encode] = deque()
         self.beating = True  # the engine's heartbeat
         self.has_profiler = True
         self.profiled: list[bool] = []
@@ -163,17 +166,23 @@ class Fake:
                 self.send(Profiled(call_id=message.call_id, error=error))
 
     def _on_tokenizer(self, message: TokenizerMessage) -> None:
+        if isinstance(message, Submit | Encode):  # tests look at what is in the prompt
+            message = msgspec.structs.replace(message, prompt=unpack_prompt(message.prompt))
         match message:
             case Submit():
                 self.submits.append(message)
                 self._play(message)
             case Encode():
                 text = text_of(message.prompt)
-                if text == "/reject":
+                if text == "/hold":
+                    self.held.append(message)
+                elif text == "/reject":
                     self.send(Encoded(call_id=message.call_id, error=Error(400, "template: no", param="messages")))
                 else:
                     ids = [ord(c) % VOCAB_SIZE for c in text]
                     self.send(Encoded(call_id=message.call_id, ids=pack_ids(ids), tokens=list(text)))
+            case Abort():
+                self.dropped.extend(message.request_ids)
             case Decode():
                 self.send(Decoded(call_id=message.call_id, text="".join(map(chr, unpack_ids(message.ids)))))
 

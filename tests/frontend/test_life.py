@@ -12,9 +12,11 @@ from typing import Any
 
 import httptools
 import httpx
+import psutil
 import pytest
 
 from frontend.heartbeat import Heartbeat
+from frontend.parser.client import LARGE_BODY
 from ipc.codec import pack_request_ids
 from ipc.messages import Deltas, ProcessLost
 from tests.frontend.fake import COUNT, MAX_MODEL_LEN, TOKENS, VOCAB_SIZE, FakeServer, stats
@@ -57,7 +59,37 @@ async def test_a_client_that_leaves_aborts_its_requests(server: FakeServer, stre
         with pytest.raises(asyncio.CancelledError):
             await call
     assert await asyncio.to_thread(server.fake.wait_for_aborts, ids)
+    if prompt == "/hold":  # its tokenizer may still have it
+        await asyncio.to_thread(until, lambda: ids <= set(server.fake.dropped))
+    else:
+        assert not ids & set(server.fake.dropped)
     await asyncio.to_thread(until, lambda: metric(server, "num_requests_in_flight") == 0)
+
+
+def test_a_client_that_leaves_tokenize_frees_its_place(make_server: MakeServer) -> None:
+    server = make_server(max_queued_requests=1)
+    for _ in range(3):
+        before = len(server.fake.held)
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, trust_env=False) as http:
+            http.post("/tokenize", json=body("/hold"), timeout=httpx.Timeout(60, read=0.5))
+        until(lambda before=before: len(server.fake.held) > before)  # type: ignore[misc]
+        until(lambda: server.fake.held[-1].call_id in server.fake.dropped)
+    assert httpx.post(f"{server.url}/tokenize", json=body("AB"), trust_env=False).status_code == 200
+    assert server.failure is None
+
+
+def test_a_client_that_leaves_while_its_body_is_parsed_is_noticed(make_server: MakeServer) -> None:
+    server = make_server()
+    raw = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+    data = json.dumps(body("/hold")).encode() + b" " * LARGE_BODY
+    before = len(psutil.Process().children())
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(raw % len(data) + data)
+        until(
+            lambda: len(psutil.Process().children()) > before
+        )  # all of the body is there, and nothing more is read for now
+    until(lambda: server.fake.held)
+    until(lambda: server.fake.held[0].call_id in server.fake.dropped)
 
 
 @pytest.mark.parametrize("prompt", ["/endless", "/flood"])
@@ -65,12 +97,12 @@ def test_clients_leave_at_any_moment(make_server: MakeServer, prompt: str) -> No
     """Between the loss of a connection and the end of its request, text for it may still come."""
     server = make_server()
     request = httpx.Request("POST", f"{server.url}/v1/chat/completions", json=body(prompt, stream=True))
-    raw = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+    raw = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
     raw += b"%d\r\n\r\n" % len(request.content) + request.content
     for index in range(40):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             # Every other one has asked for more: then the protocol's current request is not the one being answered.
-            client.sendall(raw + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * (index % 2))
+            client.sendall(raw + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * (index % 2))
             assert client.recv(100)
     until(lambda: metric(server, "num_requests_in_flight") == 0)
     assert server.failure is None

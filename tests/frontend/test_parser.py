@@ -110,3 +110,23 @@ def test_a_killed_parser_costs_nothing_and_none_outlives_its_frontend(make_serve
     while [child for child in parsers() if child.pid not in before]:
         assert time.monotonic() < end, "the parsing process is still there"
         time.sleep(0.05)
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_client(
+    make_server: Callable[..., FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    server = make_server()
+    body = json.dumps({"prompt": "hi"}).encode() + b" " * LARGE_BODY
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+        monkeypatch.setattr("asyncio.create_subprocess_exec", fail)
+        for path in ("/v1/completions", "/tokenize"):
+            answer = http.post(path, content=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+            assert answer.headers["retry-after"] == "1"
+        assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200  # small ones need no process
+        monkeypatch.undo()
+        assert http.post("/v1/completions", content=body).status_code == 200
+    assert server.backend.idle.is_set()

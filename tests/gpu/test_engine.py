@@ -78,8 +78,8 @@ def test_graphs_captured_while_idle_change_no_token(
     model: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     on_gpu = engine(model, max_num_seqs=8, max_model_len=512)
-    assert on_gpu._runner.idle()
-    while on_gpu._runner.idle():
+    assert on_gpu._pipeline.runner.idle()
+    while on_gpu._pipeline.runner.idle():
         pass
     assert tokens(generate(on_gpu, [(ids, GREEDY) for ids in prompts])) == expected
 

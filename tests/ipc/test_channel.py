@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from ipc.channel import AddressInUse, Receiver, Sender, connect, frontend_key, tokenizer_key
-from ipc.codec import encode
+from ipc.codec import encode, pack_prompt
 from ipc.config import Endpoints
 from ipc.mailbox import MessageTooLarge
 from ipc.messages import (
@@ -37,7 +37,7 @@ from ipc.messages import (
 from ipc.sampling import SamplingParams
 
 DEADLINE_S = 60.0
-SUBMIT = Submit(request_ids=[1], frontend=0, prompt=TextPrompt("hi"), sampling=SamplingParams(), arrival=1)
+SUBMIT = Submit(request_ids=[1], frontend=0, prompt=pack_prompt(TextPrompt("hi")), sampling=SamplingParams(), arrival=1)
 
 
 def receive(receiver: Receiver[Any], count: int) -> list[Any]:

@@ -2,12 +2,32 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import get_args
 
 import msgspec
 import pytest
 
-from ipc.codec import encode, make_decoder, pack_ids, pack_request_ids, unpack_ids, unpack_request_ids
-from ipc.messages import Abort, EngineMessage, Generate, Shutdown
+from ipc.codec import (
+    encode,
+    make_decoder,
+    pack_ids,
+    pack_prompt,
+    pack_request_ids,
+    prompt_kind,
+    unpack_ids,
+    unpack_prompt,
+    unpack_request_ids,
+)
+from ipc.messages import (
+    Abort,
+    ChatPrompt,
+    EngineMessage,
+    Generate,
+    Prompt,
+    Shutdown,
+    TextPrompt,
+    TokenPrompt,
+)
 from ipc.sampling import SamplingParams
 
 
@@ -49,3 +69,22 @@ def test_a_union_is_closed_and_its_bounds_are_checked() -> None:
     ):
         with pytest.raises(msgspec.ValidationError):
             decoder.decode(msgspec.msgpack.encode(wrong))
+
+
+def test_the_kind_of_a_prompt_shows_at_its_front() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    prompts: list[tuple[Prompt, str]] = [
+        (TextPrompt(""), "text"),
+        (TextPrompt("x" * 70_000, add_special_tokens=False), "text"),
+        (TokenPrompt(b""), "ids"),
+        (TokenPrompt(pack_ids(range(70_000))), "ids"),
+        (ChatPrompt([]), "chat"),
+        (ChatPrompt(messages * 70_000, messages, False, True, {"a": 1}), "chat"),
+    ]
+    for prompt, kind in prompts:
+        packed = pack_prompt(prompt)
+        assert prompt_kind(packed) == kind
+        assert unpack_prompt(packed) == prompt
+    assert {kind for _, kind in prompts} == {each.__struct_config__.tag for each in get_args(Prompt)}
+    for other in (b"", b"\x80", b"\xc0", encode(Shutdown())):
+        assert prompt_kind(msgspec.Raw(other)) == ""

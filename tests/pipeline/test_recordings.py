@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,3 +136,25 @@ def test_so_does_a_server_whose_supervisor_is_killed(real: Callable[..., Any], t
     run.assert_nothing_left()
     eventually(lambda: len(read_rings(kept(tmp_path))) == 4, "four recordings")
     check(read_rings(kept(tmp_path)))
+
+
+def test_long_prompts_of_clients_that_left_are_not_encoded(real: Callable[..., Any]) -> None:
+    run = real()
+    run.wait_for("ready")
+    url = run.events[-1]["facts"]["frontend"]["url"]
+    address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    body = json.dumps({"prompt": "hello world " * 50_000, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    def count(process: str, code: int) -> int:
+        (recording,) = (r for r in read_rings(run.run_dir / "recordings") if r.name == process)
+        return sum(record.code == code for record in recording.records)
+
+    clients = [socket.create_connection(address) for _ in range(8)]
+    for client in clients:
+        client.sendall(head + body)
+    eventually(lambda: count("frontend", PARSE) == len(clients), "all bodies parsed")
+    for client in clients:
+        client.close()
+    assert httpx.post(f"{url}/v1/completions", content=body, timeout=DEADLINE_S).status_code == 400  # behind them
+    assert 1 <= count("tokenizer_proc", ENCODE) < len(clients)

@@ -179,7 +179,7 @@ class Simulation:
         self.steps += 1
         assert self.steps < MAX_STEPS, "no end in sight"
         planned = self.engine.scheduler._planned
-        had_news = bool(self.engine._finished or self.engine._in_flight)
+        had_news = bool(self.engine._finished or len(self.engine._pipeline))
         output = self.engine.step()
         assert had_news or self.engine.scheduler._planned > planned, "a step with work to do did nothing"
         self.engine.scheduler.check()

@@ -9,7 +9,7 @@ import pytest
 
 from ipc.actor import run
 from ipc.channel import frontend_key
-from ipc.codec import MAX_MESSAGE_BYTES, encode
+from ipc.codec import MAX_MESSAGE_BYTES, encode, pack_prompt
 from ipc.memory import MemoryChannel
 from ipc.messages import (
     ChatPrompt,
@@ -42,7 +42,12 @@ USER = {"role": "user", "content": "x"}
 
 def submit(prompt: Prompt, ids: tuple[int, ...] = (1,), sampling: SamplingParams | None = None, **more: Any) -> Submit:
     return Submit(
-        request_ids=list(ids), frontend=3, prompt=prompt, sampling=sampling or SamplingParams(), arrival=5, **more
+        request_ids=list(ids),
+        frontend=3,
+        prompt=pack_prompt(prompt),
+        sampling=sampling or SamplingParams(),
+        arrival=5,
+        **more,
     )
 
 
@@ -98,9 +103,6 @@ def test_ids_outside_the_vocabulary_are_refused(smollm2: TextModel, token: int) 
         (TokenPrompt(b""), "prompt"),
         (TokenPrompt(b"abc"), "prompt"),
         (TextPrompt("x" * 700_000), "prompt"),
-        (TextPrompt("a\ud800b"), "prompt"),
-        (ChatPrompt(messages=[{"role": "user", "content": "a\ud800b"}]), "messages"),
-        (ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]), "messages"),
         (ChatPrompt(messages=[]), "messages"),
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages"),
         (ChatPrompt(messages=[USER], template_kwargs={"messages": []}), "chat_template_kwargs"),
@@ -110,6 +112,27 @@ def test_ids_outside_the_vocabulary_are_refused(smollm2: TextModel, token: int) 
 def test_bad_prompts_are_refused(smollm2: TextModel, prompt: Prompt, param: str) -> None:
     error = rejected(smollm2, submit(prompt))
     assert (error.status, error.param) == (400, param), error
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (TextPrompt("a\ud800b"), "prompt"),
+        (ChatPrompt(messages=[{"role": "user", "content": "a\ud800b"}]), "messages"),
+        (ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]), "messages"),
+    ],
+)
+def test_text_that_no_message_can_carry_is_refused_in_the_library(
+    smollm2: TextModel, prompt: Prompt, param: str
+) -> None:
+    with pytest.raises(PromptError) as refused:
+        encode_prompt(smollm2, prompt)
+    assert (refused.value.error.status, refused.value.error.param) == (400, param)
+
+
+def test_what_is_no_prompt_fails_alone(smollm2: TextModel) -> None:
+    message = msgspec.structs.replace(submit(HELLO), prompt=msgspec.Raw(b"\x80"))
+    assert rejected(smollm2, message).status == 500
 
 
 def test_ids_in_sampling_are_checked(smollm2: TextModel) -> None:
@@ -137,8 +160,10 @@ def test_every_answer_fits_into_a_message(smollm2: TextModel, monkeypatch: pytes
     assert answer_to(actor, Decode(call_id=1, frontend=1, ids=to_bytes(hello * 10))).text == "hello" * 10
     decoded = answer_to(actor, Decode(call_id=1, frontend=1, ids=to_bytes(hello * 11)))
     assert (decoded.error.status, decoded.error.param) == (400, "tokens")
-    assert len(answer_to(actor, Encode(call_id=1, frontend=1, prompt=TextPrompt(" hello" * 10))).tokens) == 10
-    encoded = answer_to(actor, Encode(call_id=1, frontend=1, prompt=TextPrompt(" hello" * 11)))
+    assert (
+        len(answer_to(actor, Encode(call_id=1, frontend=1, prompt=pack_prompt(TextPrompt(" hello" * 10)))).tokens) == 10
+    )
+    encoded = answer_to(actor, Encode(call_id=1, frontend=1, prompt=pack_prompt(TextPrompt(" hello" * 11))))
     assert (encoded.error.status, encoded.error.code) == (400, "context_length_exceeded")
 
 
@@ -166,13 +191,13 @@ def answer_to(actor: TokenizerActor, call: Encode | Decode) -> Any:
 
 def test_encode_and_decode(smollm2: TextModel) -> None:
     actor = TokenizerActor(smollm2)
-    encoded = answer_to(actor, Encode(call_id=4, frontend=1, prompt=HELLO))
+    encoded = answer_to(actor, Encode(call_id=4, frontend=1, prompt=pack_prompt(HELLO)))
     assert encoded.tokens == ["hello"]
     ids = to_bytes([1, *from_bytes(encoded.ids)])
     assert answer_to(actor, Decode(call_id=5, frontend=1, ids=ids)).text == "<|im_start|>hello"
     assert answer_to(actor, Decode(call_id=5, frontend=1, ids=ids, skip_special_tokens=True)).text == "hello"
     for bad in (
-        Encode(call_id=6, frontend=1, prompt=TextPrompt("")),
+        Encode(call_id=6, frontend=1, prompt=pack_prompt(TextPrompt(""))),
         Decode(call_id=6, frontend=1, ids=to_bytes([-1])),
         Decode(call_id=6, frontend=1, ids=b"abc"),
     ):

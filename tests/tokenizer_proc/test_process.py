@@ -15,6 +15,7 @@ from msgspec import json
 from tokenizers import Tokenizer
 
 from ipc.channel import Receiver, Sender
+from ipc.codec import pack_prompt
 from ipc.config import Endpoints, TokenizerProcessConfig
 from ipc.messages import EngineMessage, Generate, Ready, Shutdown, StartFailed, Submit, SupervisorMessage, TextPrompt
 from ipc.sampling import SamplingParams
@@ -61,7 +62,7 @@ def test_serves_a_request(start: Callable[[Path], Any], hf_directory: Callable[.
         left = Tokenizer.from_file(ready.facts["tokenizer_json"])
         assert psutil.Process(process.pid).cmdline()[0].startswith("gapless: tokenizer_proc")
         with Receiver[Any](ends.engine, EngineMessage) as engine, closing(Sender(ends.tokenizers[0])) as sender:
-            prompt = TextPrompt("hello 你好")
+            prompt = pack_prompt(TextPrompt("hello 你好"))
             sender.send(Submit(request_ids=[1], frontend=0, prompt=prompt, sampling=SamplingParams(), arrival=0))
             assert engine.wait(60)
             (generate,) = engine.drain()

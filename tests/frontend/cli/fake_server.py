@@ -13,6 +13,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.answers: list[list[str]] = [["Hel", "lo"]]
+        self.finish_reason = "stop"
         self.refusal: tuple[int, dict[str, Any]] | None = None
         self.break_off = False  # close the connection before [DONE]
         self.hold_after: int | None = None  # pieces after which to wait until the client is gone
@@ -66,7 +67,7 @@ class FakeServer:
                 return
             self._event(handler, {"choices": [{"index": 0, "delta": {"content": piece}}]})
         if not self.break_off:
-            self._event(handler, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            self._event(handler, {"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]})
             handler.wfile.write(b"data: [DONE]\n\n")
 
     def _hold(self, handler: http.server.BaseHTTPRequestHandler) -> None:

@@ -22,6 +22,7 @@ def test_pieces_arrive_in_order_and_only_given_options_are_sent(fake_server: Fak
             "messages": [{"role": "user", "content": "Hi"}],
             "stream": True,
             "temperature": 0.0,
+            "max_tokens": 2048,
         }
     ]
     assert "authorization" not in fake_server.headers[0]

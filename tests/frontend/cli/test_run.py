@@ -44,6 +44,19 @@ def test_run_streams_an_answer(fake_server: FakeServer) -> None:
     ]
 
 
+def test_an_answer_has_an_end_and_says_when_it_was_cut(fake_server: FakeServer) -> None:
+    done = gapless("run", "Why?", "--url", fake_server.url)
+    assert (done.stdout, done.stderr) == ("Hello\n", "")
+    assert fake_server.bodies[0]["max_tokens"] == 2048
+    fake_server.finish_reason = "length"
+    done = gapless("run", "Why?", "--url", fake_server.url)
+    assert (done.returncode, done.stdout) == (0, "Hello\n")
+    assert done.stderr == "(cut off where --max-tokens or the model's context ends)\n"
+    done = gapless("chat", "--url", fake_server.url, text="Why?\n")
+    assert (done.returncode, done.stdout) == (0, "Hello\n")
+    assert done.stderr == "(cut off where --max-tokens or the model's context ends)\n"
+
+
 def test_piped_text_is_added_or_is_the_prompt(fake_server: FakeServer) -> None:
     gapless("run", "Summarize:", "--url", fake_server.url, text="line one\nline two\n")
     gapless("run", "--url", fake_server.url, text="alone\n")

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 
 from ipc.recorder import events
-from ipc.recorder.events import KINDS
+from ipc.recorder.events import KINDS, STEP_MASK
 from ipc.recorder.reader import Record, Recording
 from ipc.recorder.ring import HEADER, HEADER_BYTES, MAGIC, RECORD, VERSION
 
@@ -68,9 +68,10 @@ def one_request(
         if not index:
             first = now - 20
         tape.span(FRONTEND, events.WRITE, now + 120, now + 150, request_id, 80, 1)
+    last = (first_step + tokens - 1) & STEP_MASK
     for choice in range(choices):
-        tape.span(ENGINE, events.FIRST_TOKEN, scheduled, first + 5, request_id + choice, first_step, 20, 0)
-        tape.mark(ENGINE, events.FINISHED, now - 15, request_id + choice, first_step + tokens - 1, tokens)
+        tape.span(ENGINE, events.FIRST_TOKEN, scheduled, first + 5, request_id + choice, first_step & STEP_MASK, 20, 0)
+        tape.mark(ENGINE, events.FINISHED, now - 15, request_id + choice, last, tokens)
     return now + 150
 
 

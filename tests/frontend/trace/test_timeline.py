@@ -9,9 +9,10 @@ from ipc.recorder import events
 from tests.frontend.trace.recorded import DETOKENIZER, ENGINE, FRONTEND, START, US, Tape, busy_server, one_request
 
 
-def test_a_requests_stages_add_up_to_its_whole_time() -> None:
+@pytest.mark.parametrize("first_step", [1, 2**31 - 2, 2**40])
+def test_a_requests_stages_add_up_to_its_whole_time(first_step: int) -> None:
     tape = Tape()
-    end = one_request(tape, 77, at=0.0, tokens=3)
+    end = one_request(tape, 77, at=0.0, tokens=3, first_step=first_step)
     (request,) = build(tape.recordings()).requests
     assert request.complete
     assert (request.id, request.prompt_tokens, request.output_tokens) == (77, 20, 3)

@@ -16,6 +16,7 @@ from ipc.recorder.reader import read_rings
 from ipc.recorder.ring import RingRecorder
 from ipc.recorder.runs import find_runs
 from ipc.recorder.store import (
+    HOME,
     LINK,
     Clock,
     note_clocks,
@@ -139,9 +140,42 @@ def test_memory_of_a_run_directory_that_was_removed_by_hand_is_swept(base: Path)
     with RunDirectory(base / "run") as gone:
         lost = open_recordings(gone.path, "m", base / "shm")
         shutil.rmtree(gone.path)
+    with RunDirectory(base / "run") as run:
+        open_recordings(run.path, "m", base / "shm")
+    assert shm(base) == [lost]  # it may only just be starting
+    make_old(lost)
+    with RunDirectory(base / "run") as run:
+        folder = open_recordings(run.path, "m", base / "shm")
+        assert shm(base) == [folder]
+
+
+def make_old(folder: Path) -> None:
+    os.utime(folder, (time.time() - 3600, time.time() - 3600))
+
+
+def test_the_recording_of_another_containers_server_is_left_alone(base: Path) -> None:
+    """One that shares /dev/shm with us: its run directory is nowhere, and its pids mean nothing here."""
+    code = (
+        "import sys, pathlib; from ipc.recorder.ring import RingRecorder;"
+        "ring = RingRecorder(pathlib.Path(sys.argv[1]), 'engine_core', 64);"
+        "print(flush=True); sys.stdin.read()"
+    )
+    folder = base / "shm" / "gapless-20260101-100000-other"
+    folder.mkdir()
+    (folder / HOME).symlink_to("/nowhere/gapless-x")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, **pipes) as other:  # type: ignore[call-overload]
+        assert other.stdout.readline() == b"\n"
+        make_old(folder)
         with RunDirectory(base / "run") as run:
-            folder = open_recordings(run.path, "m", base / "shm")
-            assert shm(base) == [folder] != [lost]
+            open_recordings(run.path, "m", base / "shm")
+            assert read_rings(folder)
+            assert len(shm(base)) == 2
+        other.kill()
+    with RunDirectory(base / "run") as run:
+        assert shm(base) == [folder]
+        assert shm(base) != [open_recordings(run.path, "m", base / "shm")]
+        assert folder not in shm(base)
 
 
 def test_only_the_newest_runs_are_kept(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""The tokenizer's side: starts the process, asks it, and ends it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import msgspec
+
+from ipc.codec import unpack_ids
+from ipc.frames import read_frame, write_frame
+from ipc.messages import Error
+from ipc.processes import child_environment
+from tokenizer_proc.errors import PromptError
+
+logger = logging.getLogger(__name__)
+_ATTEMPTS = 2
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    ids: bytes = b""  # int32, little endian
+    error: Error | None = None
+
+
+class Renderer:
+    """Used by one thread; only `interrupt` may be called by others."""
+
+    def __init__(self, model: str, chat_template: str | None) -> None:
+        arguments = [model] if chat_template is None else [model, chat_template]
+        self._command = [sys.executable, "-P", "-m", "tokenizer_proc.renderer", *arguments]
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._interrupted = False
+
+    def encode(self, prompt: msgspec.Raw) -> list[int]:
+        """`prompt`: an encoded `Prompt`. Raises `PromptError` with what the client should be told."""
+        self._interrupted = False
+        for _ in range(_ATTEMPTS):
+            try:
+                reply = self._exchange(prompt)
+            except OSError as error:
+                logger.info("the rendering process failed: %s", error)
+                reply = None
+            if reply is not None:
+                break
+            self.close()
+            if self._interrupted:
+                raise PromptError("nobody waits for this prompt")
+        else:
+            raise PromptError("messages take more than can be processed now", "messages", "overloaded", 503)
+        if reply.error is not None:
+            raise PromptError.of(reply.error)
+        return unpack_ids(reply.ids)
+
+    def interrupt(self) -> None:
+        """Let an `encode` in another thread fail."""
+        self._interrupted = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process and give its memory back. `encode` starts it again."""
+        process, self._process = self._process, None
+        if process is not None:
+            with process:  # closes the pipes and waits
+                process.kill()
+
+    def _exchange(self, prompt: msgspec.Raw) -> Reply | None:
+        """None: the process has ended."""
+        process = self._process
+        if process is None:
+            process = self._process = subprocess.Popen(
+                self._command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        write_frame(process.stdin, memoryview(prompt))
+        data = read_frame(process.stdout)
+        return None if data is None else self._decoder.decode(data)
