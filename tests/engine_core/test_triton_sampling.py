@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from engine_core.cuda.results import read_record
 from engine_core.cuda.sampling import DeviceSampler, Needs
-from engine_core.kernels import triton_cut, triton_edits, triton_logprobs, triton_slots, triton_survey
+from engine_core.kernels import triton_cut, triton_draw, triton_edits, triton_logprobs, triton_slots, triton_survey
 from engine_core.penalties import LogitEdits
 from engine_core.request import Request
 from ipc.messages import TokenLogprobs
@@ -424,3 +426,21 @@ def test_logprobs_are_of_the_raw_distribution(vocab: int) -> None:
         ids, values = unpack(value)
         assert ids == ([70, 200] if index == 4 else order[:count])
         assert values == pytest.approx(expected[index, ids].tolist(), abs=1e-5)
+
+
+@triton.jit
+def _noise(bits, out, CUDA: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, triton_draw._gumbel(tl.load(bits + at).to(tl.uint32, bitcast=True), CUDA))
+
+
+def test_noise_is_right_where_draws_are_won() -> None:
+    """The largest values, of uniform numbers next to 1, decide which of a hundred thousand tokens wins."""
+    edges = [0, 1 << 9, 2 << 9, 1 << 20, (1 << 26) - 1, 1 << 26, 1 << 31, (1 << 32) - 1]
+    values = np.array([*edges, *np.random.default_rng(3).integers(0, 1 << 32, 1016)], np.uint32)
+    bits = torch.from_numpy(values.view(np.int32)).to(DEVICE)
+    out = torch.empty(1024, dtype=torch.float32, device=DEVICE)
+    _noise[(1,)](bits, out, GPU, 1024)
+    one_minus_u = (values >> 9).astype(np.float64) / 2**23 + 2**-24
+    expected = -np.log2(-np.log2(1.0 - one_minus_u))
+    assert float(np.abs(out.cpu().numpy() - expected).max()) < 5e-5
