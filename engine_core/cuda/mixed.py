@@ -53,12 +53,6 @@ class MixedHost:
 FRESH_MIN_TOKENS = 2048
 
 
-def are_fresh(prompts: Sequence[ScheduledRow]) -> bool:
-    """Whether these rows hold their whole contexts, long enough for cuDNN to win."""
-    whole = bool(prompts) and all(row.start == 0 for row in prompts)
-    return whole and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts)
-
-
 def mixed_inputs(
     rows: Sequence[ScheduledRow], sampling: Sequence[ScheduledRow], spec: AttentionSpec, turn: int, tile_all: bool
 ) -> MixedHost:
@@ -94,6 +88,7 @@ def mixed_inputs(
     index_of = {row.request.request_id: index for index, row in enumerate(rows)}
     chosen = np.array([index_of[row.request.request_id] for row in sampling], np.int32)
     prompts = rows[decodes:]
+    whole = bool(prompts) and all(row.start == 0 for row in prompts)
     return MixedHost(
         arrays=(
             ids,
@@ -116,8 +111,8 @@ def mixed_inputs(
         num_decodes=decodes,
         longest_decode=int((starts + counts)[:decodes].max(initial=0)),
         longest_prompt=int((starts + counts)[decodes:].max(initial=0)),
-        whole=bool(prompts) and all(row.start == 0 for row in prompts),
-        fresh=are_fresh(prompts),
+        whole=whole,
+        fresh=whole and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts),
     )
 
 

@@ -16,7 +16,7 @@ from engine_core.cuda.state import aligned
 from engine_core.plan import ScheduledRow
 
 TOKEN_LADDER = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-ROW_LADDER = (32, 64, 128, 256, 512)
+ROW_LADDER = (64, 128, 256, 512)
 FEW_ROWS = 32  # fewer rows than this: decode rows are prompts of one token, which saves kernels
 # Such a decode row is not split over programs: with a longer context than this it would be the slowest part.
 MAX_UNSPLIT_CONTEXT = 4096
@@ -44,38 +44,33 @@ class MixedGraphs:
         layout: MixedLayout,
         max_rows: int,
         max_tokens: int,
-        pays: Callable[[Sequence[ScheduledRow], int, int], bool],
+        pays: Callable[[Sequence[ScheduledRow], int], bool],
     ) -> None:
         """`max_rows`, `max_tokens`: of a step, without padding. `pays`: `StepTimes.graph_pays`."""
         self._cache, self._step, self._layout, self._pays = cache, step, layout, pays
         self._inputs: dict[MixedSize, tuple[torch.Tensor, MixedInputs]] = {}
-        self._row_ladder = [rows for rows in ROW_LADDER if rows <= max_rows] + [aligned(max_rows + 1)]
-        if max_rows < FEW_ROWS:
-            self._row_ladder = [FEW_ROWS]
+        row_ladder = [FEW_ROWS, *(rows for rows in ROW_LADDER if FEW_ROWS < rows < max_rows)]
+        if max_rows >= FEW_ROWS:
+            row_ladder.append(aligned(max_rows + 1))
+        self.max_rows = row_ladder[-1]  # of a step, with padding
         most = max(max_tokens, TOKEN_LADDER[0])
-        self._token_ladder = [tokens for tokens in TOKEN_LADDER if tokens < most] + [most]
-
-    @property
-    def max_rows(self) -> int:
-        """Of a step, with padding."""
-        return self._row_ladder[-1]
-
-    def sizes(self) -> Iterator[MixedSize]:
-        """All there are. Padding needs a row of its own, and paged decode attention a token for each row."""
-        for rows, tokens in itertools.product(self._row_ladder, self._token_ladder):
-            if rows == FEW_ROWS or tokens >= rows:
-                yield MixedSize(tokens, rows)
+        token_ladder = [tokens for tokens in TOKEN_LADDER if tokens < most] + [most]
+        # Padding needs a row of its own, and paged decode attention a token for each row.
+        self.sizes = [
+            MixedSize(tokens, rows)
+            for rows, tokens in itertools.product(row_ladder, token_ladder)
+            if rows == FEW_ROWS or tokens >= rows
+        ]
 
     def compiled_sizes(self) -> list[MixedSize]:
         """A few that need every kernel that any needs, and one for the decode rows of a step without a graph."""
-        sizes = [*self.sizes()]
-        first = {size.rows: size for size in reversed(sizes)}
-        small = [size for size in sizes if size.rows == FEW_ROWS and size.tokens <= LARGE_TOKENS]
-        return [*small, *first.values(), sizes[-1], MixedSize(2 * FEW_ROWS, FEW_ROWS + 1)]
+        first = {size.rows: size for size in reversed(self.sizes)}
+        small = [size for size in self.sizes if size.rows == FEW_ROWS and size.tokens <= LARGE_TOKENS]
+        return [*small, *first.values(), self.sizes[-1], MixedSize(2 * FEW_ROWS, FEW_ROWS + 1)]
 
     def size_for(self, rows: Sequence[ScheduledRow], tokens: int) -> MixedSize | None:
         """The size that holds this step, or None if it should run without a graph."""
-        fits = (size for size in self.sizes() if size.rows > len(rows) and size.tokens >= tokens)
+        fits = (size for size in self.sizes if size.rows > len(rows) and size.tokens >= tokens)
         size = next(fits, None)
         if size is None:
             return None
@@ -83,7 +78,7 @@ class MixedGraphs:
             unsplit = row.count == 1 and size.num_decodes == 0
             if (unsplit and row.stop > MAX_UNSPLIT_CONTEXT) or row.request.sampling.prompt_logprobs is not None:
                 return None
-        return size if self._pays(rows, tokens, size.tokens) else None
+        return size if self._pays(rows, size.tokens) else None
 
     def inputs(self, size: MixedSize) -> tuple[torch.Tensor, MixedInputs]:
         """The fixed buffer of this size, and its parts."""
@@ -98,9 +93,9 @@ class MixedGraphs:
         self._cache.replay(*self._graph(size, needs))
 
     def prepare(self) -> Iterator[None]:
-        """Capture all graphs, one for each `next`."""
-        for size, needs in itertools.product(self.sizes(), PREPARED):
-            if self._cache.prepare(*self._graph(size, needs)):
+        """Capture the graphs that may pay, one for each `next`."""
+        for size, needs in itertools.product(self.sizes, PREPARED):
+            if self._pays((), size.tokens) and self._cache.prepare(*self._graph(size, needs)):
                 yield
 
     def _graph(self, size: MixedSize, needs: Needs) -> Graph:

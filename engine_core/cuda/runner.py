@@ -70,11 +70,9 @@ class CudaRunner:
         self.graphs = GraphCache()
         self.decode_graphs = DecodeGraphs(self.graphs, self._decode_step, seqs, seqs, device)
         rate = product_rate(device, spec.dtype)
-        self._times = StepTimes(ModelCosts(model.config, spec.dtype.itemsize, spec.dtype.itemsize), rate)
+        times = StepTimes(ModelCosts(model.config, spec.dtype.itemsize, spec.dtype.itemsize), rate)
         self.layout = MixedLayout(triton_attention.query_tile(spec), seqs, device)
-        self.mixed_graphs = MixedGraphs(
-            self.graphs, self._mixed_step, self.layout, seqs, max_tokens, self._times.graph_pays
-        )
+        self.mixed_graphs = MixedGraphs(self.graphs, self._mixed_step, self.layout, seqs, max_tokens, times.graph_pays)
         self.sampling = DeviceSampler(model.config.vocab_size, seqs, max(seqs, self.mixed_graphs.max_rows), device)
         self.state = SlotState(seqs, -(-max_model_len // spec.block_size), device, self.sampling.enter)
         self.staging = Staging(6 * max_tokens + 8 * seqs + 8192, device)
@@ -115,7 +113,6 @@ class CudaRunner:
                 self._mixed_step(self.mixed_graphs.inputs(size)[1], size, Needs.GREEDY)
         if self._package is not None:
             self.flash = try_flash(self._package, self.spec, self.cache[0], self._package_required)
-            self._times.library = self.flash is not None
 
     def launch(self, plan: StepPlan) -> CudaStep:
         with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):

@@ -2,8 +2,8 @@
 
 Launching a step's kernels one by one takes the host some twenty milliseconds, however few tokens there are. A graph
 computes a padded step, with attention by our own kernel; without one a step computes what it must, with the fastest
-attention there is. So a step takes a graph where it would otherwise wait for the host, which is nearly always where the
-model is small, and seldom where it is large.
+attention there is. So a step takes a graph where its kernels would wait for the host: nearly always if the model is
+small, seldom if it is large.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from engine_core.costs import ModelCosts
-from engine_core.cuda.mixed import are_fresh
 from engine_core.plan import ScheduledRow
 
 LAUNCHES = 11  # kernels of a layer
 LAUNCH_SECONDS = 60e-6  # each, with all that Python does for it
-PAGED_SHARE = 0.33  # of the rate that a library's attention reaches, which is about that of products
+PAGED_SHARE = 0.33  # of the rate of products, that our prompt attention reaches
 # Operations per second and multiprocessor, of products in half precision as they are reached. By compute capability.
 HALF_RATE = {(8, 0): 1.6e12, (9, 0): 4.2e12}
 OTHER_RATE = 0.7e12
@@ -33,20 +32,14 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class StepTimes:
-    library = False  # whether prompts of any length can go to a FlashAttention package
-
     def __init__(self, costs: ModelCosts, rate: float) -> None:
         """`rate`: see `product_rate`."""
         self._costs, self._rate = costs, rate
         self._products = 2.0 * (costs.active_parameters - costs.config.vocab_size * costs.config.hidden_size)
         self._launches = costs.config.num_layers * LAUNCHES * LAUNCH_SECONDS
 
-    def graph_pays(self, rows: Sequence[ScheduledRow], tokens: int, padded: int) -> bool:
-        """For a step of `tokens` tokens in a graph of `padded`."""
-        prompts = [row for row in rows if row.count > 1]
-        chunks = [(row.start, row.stop) for row in prompts]
-        attention = self._costs.step((), chunks, 0).flops - self._products * sum(row.count for row in prompts)
-        by_library = self.library or are_fresh(prompts)
-        without = self._products * tokens + attention / (1.0 if by_library else PAGED_SHARE)
-        with_graph = self._products * padded + attention / PAGED_SHARE
-        return with_graph <= max(without, self._launches * self._rate)
+    def graph_pays(self, rows: Sequence[ScheduledRow], tokens: int) -> bool:
+        """Whether a graph of `tokens` tokens, these rows' and padding, is done before its kernels could be launched."""
+        chunks = [(row.start, row.stop) for row in rows if row.count > 1]
+        attention = self._costs.step((), chunks, 0).flops - self._products * sum(stop - start for start, stop in chunks)
+        return self._products * tokens + attention / PAGED_SHARE <= self._launches * self._rate

@@ -115,7 +115,7 @@ def steps(
 ) -> tuple[Steps, list[int]]:
     if request.param == "padded":
         monkeypatch.setattr(mixed_graphs, "FEW_ROWS", 2)
-        monkeypatch.setattr(mixed_graphs, "ROW_LADDER", (2, 4))
+        monkeypatch.setattr(mixed_graphs, "ROW_LADDER", (4,))
     made = Steps(tmp_path)
     if request.param == "as it is":
         monkeypatch.setattr(made.runner.mixed_graphs, "_pays", lambda *_: False)
