@@ -79,13 +79,23 @@ def _rope_write_kv(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     QK_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`EARLY`: what does not depend on the QKV product is asked for before the wait for it, which helps where programs
+    are few. Where there are waves of them, the wait is over, and QKV's own latency is what should begin at once."""
     HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, BLOCK)[None, :]
     inside = (i < HALF) & (head < HQ + 2 * HKV)
+    src = qkv + token * (HQ + 2 * HKV) * D + head * D + i
+    if not EARLY:
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        a = tl.load(src, mask=inside, other=0.0)
+        b = tl.load(src + HALF, mask=inside, other=0.0)
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     c = tl.load(cos_sin + position * D + i, mask=i < HALF, other=0.0)
@@ -93,15 +103,19 @@ def _rope_write_kv(
     is_key = (head >= HQ) & (head < HQ + HKV)
     is_value = head >= HQ + HKV
     if QK_NORM:
-        w = tl.where(is_key, k_norm.to(tl.int64), q_norm.to(tl.int64)).to(q_norm.dtype)
-        wa = tl.load(w + i, mask=inside, other=0.0).to(tl.float32)
-        wb = tl.load(w + HALF + i, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    src = qkv + token * (HQ + 2 * HKV) * D + head * D + i
-    a = tl.load(src, mask=inside, other=0.0)
-    b = tl.load(src + HALF, mask=inside, other=0.0)
+        half = i < HALF
+        qa = tl.load(q_norm + i, mask=half, other=0.0)
+        qb = tl.load(q_norm + HALF + i, mask=half, other=0.0)
+        ka = tl.load(k_norm + i, mask=half, other=0.0)
+        kb = tl.load(k_norm + HALF + i, mask=half, other=0.0)
+        wa = tl.where(is_key, ka, qa).to(tl.float32)
+        wb = tl.where(is_key, kb, qb).to(tl.float32)
+    if EARLY:
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        a = tl.load(src, mask=inside, other=0.0)
+        b = tl.load(src + HALF, mask=inside, other=0.0)
     af = a.to(tl.float32)
     bf = b.to(tl.float32)
     if QK_NORM:
@@ -158,6 +172,7 @@ def rope_write_kv(
         triton.next_power_of_2(dim // 2),
         heads,
         norm,
+        tokens <= 64,
         pdl,
         num_warps=1 if heads == 4 else 4,
         launch_pdl=pdl,

@@ -151,14 +151,14 @@ class Pool:
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("norm", [False, True])
-def test_rope_and_kv_write(heads: tuple[int, int, int], norm: bool, dtype: torch.dtype) -> None:
-    pool = Pool(heads, [20, 40], dtype)
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_rope_and_kv_write(heads: tuple[int, int, int], norm: bool, tokens: int, dtype: torch.dtype) -> None:
+    pool = Pool(heads, [20, 100], dtype)
     num_heads, kv_heads, dim = heads
-    tokens = 5
     qkv = random(tokens, (num_heads + 2 * kv_heads) * dim, dtype=dtype)
     norms = [random(dim, dtype=dtype), random(dim, dtype=dtype)] if norm else None
     positions = torch.randint(0, 20, (tokens,)).tolist()
-    slots = torch.randperm(40)[:tokens]
+    slots = torch.randperm(120)[:tokens]
     expected = pool.rotated(qkv, positions, norms)
     cache = torch.full_like(pool.cache, NAN)
     where = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
