@@ -12,14 +12,21 @@ from engine_core.errors import UserError
 SMALLER_STEPS = "lower --max-num-batched-tokens, --max-num-seqs or the KV pool (--kv-tokens)"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the host or the GPU, whoever noticed it: torch's allocators, the driver, or a library."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error).lower()
+    words = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
+
+
 @contextmanager
 def out_of_memory(what: str, remedy: str) -> Iterator[None]:
     """Turns an allocation failure, on the host or on the GPU, into a plain `UserError`."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise UserError(f"not enough memory for {what}; {remedy}") from error
-    except RuntimeError as error:  # what torch's CPU allocator raises
-        if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise UserError(f"not enough memory for {what}; {remedy}") from error

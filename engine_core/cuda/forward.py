@@ -8,8 +8,8 @@
 
 With a mixture of experts the last two are RMSNorm, the router and `triton_moe`, added to the residual.
 
-One row, or four of a narrow model, stream the weights through GEMV kernels, up to 64 go to tensor-core kernels shaped
-for few rows, more to cuBLAS. `x` is the only state between stages.
+One row, or four of a narrow model, stream the weights through GEMV kernels; few go to tensor-core kernels shaped for
+them, of a narrow model up to 256, where those win; more to cuBLAS. `x` is the only state between stages.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 
 from engine_core.cuda.sampling import Needs
 from engine_core.cuda.state import aligned
+from engine_core.memory import is_out_of_memory
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LENGTH_CLASSES = (256, 512, 1024, 4096, 16384, 1 << 30)
@@ -30,12 +31,18 @@ PREPARED = (Needs.RANDOM, Needs.GREEDY, Needs.TRUNCATED)  # what requests mostly
 
 
 class GraphCache:
-    """Graphs by key, in one memory pool: only one runs at a time. Not `enabled`: the same steps, launch by launch."""
+    """Graphs by key, in one memory pool: only one runs at a time. Not `enabled`: the same steps, launch by launch.
+
+    What passes between a step's kernels is held twice once there are graphs: by their pool, and by the allocator for
+    steps without one. `reserve` is what the largest step takes there; a capture must leave as much.
+    """
 
     def __init__(self) -> None:
         self.enabled = False
+        self.reserve = 0  # bytes
+        self.full = False  # a capture was refused for want of memory
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._refused: set[Hashable] = set()  # there was no memory for these
+        self._refused: set[Hashable] = set()
         self._pool: Any = None  # torch's opaque handle
         self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps a workspace for each
 
@@ -44,51 +51,63 @@ class GraphCache:
 
         `padding`: inputs of a step made of padding alone, to compile and capture with.
         """
-        if not self.enabled:
+        if key in self._graphs or self.prepare(key, step, inputs, padding):
+            self._graphs[key].replay()
+        else:
             step()
-            return
-        graph = self._graphs.get(key)
-        if graph is None:
-            if key in self._refused or not self.prepare(key, step, inputs, padding):
-                step()
-                return
-            graph = self._graphs[key]
-        graph.replay()
 
     def prepare(self, key: Hashable, step: Step, inputs: torch.Tensor, padding: Callable[[], np.ndarray]) -> bool:
         """Capture what `replay` would capture with the same arguments. False: there was nothing to do, or no memory."""
         if not self.enabled or key in self._graphs or key in self._refused:
             return False
-        try:
-            self._graphs[key] = self._capture(step, inputs, torch.from_numpy(padding()))
-        except torch.OutOfMemoryError:  # what passes between a large step's kernels is held beside what other steps use
+        graph = self._capture(step, inputs, torch.from_numpy(padding())) if self._has_room() else None
+        if graph is None:
             logger.info("no memory for a graph of %s: such steps run without", key)
             self._refused.add(key)
+            self.full = True
             return False
+        self._graphs[key] = graph
         return True
+
+    def refused(self, key: Hashable) -> bool:
+        """There was no memory for this graph."""
+        return key in self._refused
 
     def forget(self) -> None:
         """Capture all anew: what the steps launch has changed."""
         self._graphs.clear()
         self._refused.clear()
+        self.full = False
         self._pool = None  # it lives no longer than the graphs in it
 
-    def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph:
+    def _has_room(self) -> bool:
+        """For the graph, which may need as much as the largest step, and for that step beside it."""
+        torch.cuda.empty_cache()  # as a capture does anyway
+        return torch.cuda.mem_get_info()[0] >= 2 * self.reserve
+
+    def _capture(self, step: Step, inputs: torch.Tensor, padding: torch.Tensor) -> torch.cuda.CUDAGraph | None:
+        """None: there was no memory after all."""
         torch.cuda.synchronize()  # the padded step writes where results of earlier steps may still be copied from
         given = inputs.clone()
         inputs.copy_(padding)
+        current = torch.cuda.current_stream()
         stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
                 step()  # compiles kernels and makes library handles, which a capture cannot
-            torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 step()
             self._pool = self._pool or graph.pool()
+        except RuntimeError as error:  # torch's own, or that of a library or the driver
+            torch.cuda.set_stream(current)  # a capture that fails at its end does not
+            if not is_out_of_memory(error):
+                raise
+            return None
         finally:
+            torch.cuda.synchronize()  # the padded step may have been left on its way
             inputs.copy_(given)
         return graph
 
@@ -150,6 +169,8 @@ class DecodeGraphs:
         longest = next(length for length in LENGTH_CLASSES if length >= max_context)
         for length in LENGTH_CLASSES[: LENGTH_CLASSES.index(longest) + 1]:
             for rows, needs in itertools.product(self.sizes, PREPARED):
+                if self._cache.full:
+                    return
                 if self._cache.prepare(*self._graph(rows, length, needs)):
                     yield
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,11 +68,11 @@ class MixedGraphs:
         small = [size for size in self.sizes if size.rows == FEW_ROWS and size.tokens <= LARGE_TOKENS]
         return [*small, *first.values(), self.sizes[-1], MixedSize(2 * FEW_ROWS, FEW_ROWS + 1)]
 
-    def size_for(self, rows: Sequence[ScheduledRow], tokens: int) -> MixedSize | None:
-        """The size that holds this step, or None if it should run without a graph."""
+    def size_for(self, rows: Sequence[ScheduledRow], tokens: int, needs: Needs) -> MixedSize | None:
+        """The size that holds this step, or None if it should run without a graph, as it is."""
         fits = (size for size in self.sizes if size.rows > len(rows) and size.tokens >= tokens)
         size = next(fits, None)
-        if size is None:
+        if size is None or self._cache.refused(_key(size, needs)):
             return None
         for row in rows:
             unsplit = row.count == 1 and size.num_decodes == 0
@@ -95,6 +95,8 @@ class MixedGraphs:
     def prepare(self) -> Iterator[None]:
         """Capture the graphs that may pay, one for each `next`."""
         for size, needs in itertools.product(self.sizes, PREPARED):
+            if self._cache.full:
+                return
             if self._pays((), size.tokens) and self._cache.prepare(*self._graph(size, needs)):
                 yield
 
@@ -104,4 +106,8 @@ class MixedGraphs:
         def padding() -> np.ndarray:
             return self._layout.padding(size.tokens, size.rows)
 
-        return ("mixed", size, needs), lambda: self._step(inputs, size, needs), buffer, padding
+        return _key(size, needs), lambda: self._step(inputs, size, needs), buffer, padding
+
+
+def _key(size: MixedSize, needs: Needs) -> Hashable:
+    return "mixed", size, needs

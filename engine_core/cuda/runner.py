@@ -93,6 +93,8 @@ class CudaRunner:
     def allocate(self, num_blocks: int, graphs: bool = False) -> None:
         """Make the KV pool. `graphs`: the steps over it may be captured, which ties them to its address."""
         s = self.spec
+        if graphs:  # what the largest step has left with the allocator
+            self.graphs.reserve = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         self.cache = torch.empty(0)  # two pools at once would not fit
         shape = (s.num_layers, 2, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
         self.cache = torch.zeros(shape, dtype=s.dtype, device=s.device)
@@ -136,11 +138,7 @@ class CudaRunner:
     @torch.inference_mode()
     def idle(self) -> bool:
         """Capture one more of the graphs to be expected, before a request has to wait for it."""
-        try:
-            return next(self._captures, self) is None
-        except torch.OutOfMemoryError:  # then they are captured when needed, or not at all
-            self._captures = iter(())
-            return False
+        return next(self._captures, self) is None
 
     def release(self, request: Request) -> None:
         self.state.forget(request)
@@ -200,7 +198,7 @@ class CudaRunner:
         rows = sorted(plan.rows, key=lambda row: (row.count > 1, -row.stop))
         self.state.upload(rows, spec.block_size)
         needs = self.sampling.needs([row.request.slot for row in sampling])
-        size = self.mixed_graphs.size_for(rows, plan.num_tokens)
+        size = self.mixed_graphs.size_for(rows, plan.num_tokens, needs)
         host = mixed_inputs(rows, sampling, spec, turn, tile_all=size is not None and size.num_decodes == 0)
         if size is not None:
             padded = self.layout.padded(host.arrays, size.tokens, size.rows)

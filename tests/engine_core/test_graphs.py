@@ -73,9 +73,13 @@ class Recording(GraphCache):
         self.enabled = True
         self.captured: list[Any] = []
 
+    def _has_room(self) -> bool:
+        return True
+
     def _capture(self, step: Any, inputs: torch.Tensor, padding: torch.Tensor) -> Any:
         assert padding.shape == inputs.shape
         self.captured.append(step)
+        return "a graph"
 
 
 def make_mixed(cache: GraphCache, max_rows: int, max_tokens: int, pays: bool = True) -> MixedGraphs:
@@ -100,17 +104,33 @@ def test_graphs_are_captured_ahead_one_by_one_and_none_twice() -> None:
     assert not any(True for _ in decode.prepare(700))
 
 
-def test_a_graph_there_is_no_memory_for_is_run_as_launches_from_then_on() -> None:
-    class Full(Recording):
-        def _capture(self, step: Any, inputs: torch.Tensor, padding: torch.Tensor) -> Any:
-            super()._capture(step, inputs, padding)
-            raise torch.OutOfMemoryError
+class Full(Recording):
+    """Has no memory for any."""
 
+    def _capture(self, step: Any, inputs: torch.Tensor, padding: torch.Tensor) -> Any:
+        super()._capture(step, inputs, padding)
+
+
+def test_a_graph_there_is_no_memory_for_is_run_as_launches_from_then_on() -> None:
     cache, ran = Full(), []
     decode = DecodeGraphs(cache, lambda inputs, *_: ran.append(len(inputs.slots)), 6, 6, torch.device("cpu"))
     decode.replay(2, 100, Needs.GREEDY)
     decode.replay(2, 100, Needs.GREEDY)
     assert ran == [2, 2]
+    assert len(cache.captured) == 1
+    mixed, rows = make_mixed(cache, 6, 64), scheduled((0, 9))
+    size = mixed.size_for(rows, 9, Needs.GREEDY)
+    assert size is not None
+    mixed.replay(size, Needs.GREEDY)
+    assert mixed.size_for(rows, 9, Needs.GREEDY) is None  # without a graph it need not be padded
+    assert mixed.size_for(rows, 9, Needs.RANDOM) is not None
+
+
+def test_captures_ahead_end_with_the_first_that_there_is_no_memory_for() -> None:
+    cache = Full()
+    decode = DecodeGraphs(cache, lambda *_: None, 6, 6, torch.device("cpu"))
+    work = itertools.chain(make_mixed(cache, 6, 64).prepare(), decode.prepare(700))
+    assert next(work, "the end") == "the end"
     assert len(cache.captured) == 1
 
 
@@ -124,7 +144,7 @@ def scheduled(*rows: tuple[int, int], **sampling: Any) -> list[ScheduledRow]:
 @pytest.mark.parametrize(
     ("max_rows", "max_tokens"), [(1, 1), (6, 64), (31, 100), (32, 2048), (256, 2048), (512, 20000)]
 )
-def test_any_step_the_settings_allow_has_a_size(max_rows: int, max_tokens: int) -> None:
+def test_steps_have_a_size_that_holds_them(max_rows: int, max_tokens: int) -> None:
     graphs = make_mixed(GraphCache(), max_rows, max_tokens)
     for one in graphs.sizes:
         assert one.tokens >= one.num_decodes
@@ -132,7 +152,7 @@ def test_any_step_the_settings_allow_has_a_size(max_rows: int, max_tokens: int) 
         assert graphs.inputs(one)[1].logits_rows.shape[0] <= graphs.max_rows  # what results have room for
     for count in {1, min(31, max_rows), min(33, max_rows), max_rows}:
         for tokens in {count, max(count, max_tokens // 3), max(count, max_tokens)}:
-            size = graphs.size_for(scheduled((0, tokens - count + 1), *[(8, 9)] * (count - 1)), tokens)
+            size = graphs.size_for(scheduled((0, tokens - count + 1), *[(8, 9)] * (count - 1)), tokens, Needs.GREEDY)
             assert size is not None
             assert size.rows > count  # padding has a row of its own
             assert size.tokens >= tokens
@@ -142,10 +162,10 @@ def test_any_step_the_settings_allow_has_a_size(max_rows: int, max_tokens: int) 
 def test_steps_that_no_graph_is_for() -> None:
     graphs = make_mixed(GraphCache(), 256, 2048)
     long = (MAX_UNSPLIT_CONTEXT, MAX_UNSPLIT_CONTEXT + 1)
-    assert graphs.size_for(scheduled((0, 9), long), 10) is None  # nobody would split it
-    assert graphs.size_for(scheduled((0, 9), long, *[(3, 4)] * 40), 50) == MixedSize(64, 64)
-    assert graphs.size_for(scheduled((0, 9), prompt_logprobs=1), 9) is None
-    assert make_mixed(GraphCache(), 256, 2048, pays=False).size_for(scheduled((0, 9)), 9) is None
+    assert graphs.size_for(scheduled((0, 9), long), 10, Needs.GREEDY) is None  # nobody would split it
+    assert graphs.size_for(scheduled((0, 9), long, *[(3, 4)] * 40), 50, Needs.GREEDY) == MixedSize(64, 64)
+    assert graphs.size_for(scheduled((0, 9), prompt_logprobs=1), 9, Needs.GREEDY) is None
+    assert make_mixed(GraphCache(), 256, 2048, pays=False).size_for(scheduled((0, 9)), 9, Needs.GREEDY) is None
 
 
 def test_graphs_are_for_steps_that_would_wait_for_the_host() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_core.cuda.runner import CudaRunner
 from engine_core.errors import UserError
 from engine_core.runner import build_runner
 from ipc.codec import pack_ids
@@ -69,3 +70,24 @@ def test_a_start_without_memory_names_the_flag(model: Path) -> None:
             build_runner(settings(model, kv_tokens=10**6))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_graphs_there_is_no_memory_for_are_not_captured(model: Path) -> None:
+    on_gpu = engine(model, kv_tokens=16384, max_num_batched_tokens=8192)
+    jobs = [([5] * 40, GREEDY), ([6] * 3000, GREEDY)]
+    expected = [answer.tokens for answer in generate(on_gpu, jobs)]
+    runner = on_gpu._pipeline.runner
+    assert isinstance(runner, CudaRunner)
+    for refuse in (False, True):  # by what is free, then by what a capture runs into
+        runner.graphs.forget()
+        torch.cuda.empty_cache()
+        runner.graphs.reserve = 1 if refuse else 1 << 50
+        if refuse:
+            total = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / total)
+        try:
+            assert not runner.idle()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert runner.graphs.full
+        assert [answer.tokens for answer in generate(on_gpu, jobs, first_id=10 + 10 * refuse)] == expected
