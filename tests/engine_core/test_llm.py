@@ -249,7 +249,8 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step(tiny: LLM, monkeypat
     stream = tiny.stream([1, 2, 3], params, text=False)
     next(stream)
     (request_id,) = tiny._session._live
-    schedule = tiny._session.engine.scheduler.schedule  # type: ignore[attr-defined]
+    pipeline = tiny._session.engine._pipeline  # type: ignore[attr-defined]
+    schedule = pipeline._schedule
     told: list[int] = []
 
     def collected() -> Any:
@@ -259,7 +260,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step(tiny: LLM, monkeypat
             told.append(request_id in tiny._session._live)
         return plan
 
-    monkeypatch.setattr(tiny._session.engine.scheduler, "schedule", collected)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pipeline, "_schedule", collected)
     assert tiny.generate([9], SamplingParams(temperature=0.0, max_tokens=9))[0].token_ids == expected
     assert told == [True]  # the step that ran was left alone
     assert_idle(tiny)
