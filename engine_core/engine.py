@@ -11,6 +11,8 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from engine_core.errors import UserError
 from engine_core.limits import Limits
 from engine_core.outcome import Committed, Ending
@@ -21,7 +23,7 @@ from engine_core.request import Request, Status
 from engine_core.scheduler import Scheduler
 from engine_core.tombstones import Tombstones
 from engine_core.usage import Host, Usage
-from ipc.codec import pack_ids, pack_request_ids, unpack_ids
+from ipc.codec import pack_ids, pack_request_ids
 from ipc.config import EngineConfig
 from ipc.messages import (
     EngineStats,
@@ -224,7 +226,7 @@ class Engine:
         seed = message.sampling.seed
         return Request(
             request_id=message.request_id,
-            prompt_ids=unpack_ids(message.prompt_ids),
+            ids=np.frombuffer(message.prompt_ids, "<i4"),
             sampling=message.sampling,
             eos_token_ids=self.facts.eos_token_ids.union(message.eos_token_ids),
             frontend=message.frontend,

@@ -83,7 +83,7 @@ class Limits:
         too_long = self.refusal_of_length(request.num_prompt_tokens, request.sampling.max_tokens)
         if too_long is not None:
             return too_long
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             return _bad_request(f"prompt token ids must be between 0 and {self.vocab_size - 1}, got {bad}", "prompt")

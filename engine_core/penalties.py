@@ -67,7 +67,7 @@ def edits_logits(sampling: SamplingParams, position: int) -> bool:
 class SeenTokens:
     """The distinct tokens of a prompt and of its output so far, and how often each is in the output."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int] | NDArray[np.int32]) -> None:
         self._prompt = np.unique(np.asarray(prompt_ids, np.int64))
         self._reset()
 

@@ -1,8 +1,9 @@
 """Which blocks hold the KV of which prefix. Knows hashes and block numbers, not who holds a block.
 
 The hash of a full block covers all tokens up to its end: blake2b over the parent block's hash and the block's tokens,
-starting from a root that covers the extra keys (the cache salt). It is keyed with bytes that never leave the process,
-so nobody can craft a prompt that hits another's blocks, and salts keep tenants apart that must not see each other.
+each as four bytes, starting from a root that covers the extra keys (the cache salt). It is keyed with bytes that never
+leave the process, so nobody can craft a prompt that hits another's blocks, and salts keep tenants apart that must not
+see each other.
 
 Only full blocks are found, and never the one with a request's last token: a shared block is therefore never written.
 Two requests that compute the same block at the same time both keep their own; the first one is what others find.
@@ -13,11 +14,8 @@ from __future__ import annotations
 import hashlib
 import os
 
-import msgspec
-
 from engine_core.request import Request
 
-_encode = msgspec.msgpack.Encoder().encode  # of a list of ints: unambiguous, and ten times as fast as an array
 _HASH_BYTES = 16  # collisions of a keyed hash cannot be searched for, and by chance need 2**64 blocks
 
 
@@ -36,11 +34,12 @@ class BlockHasher:
         start, stop = len(hashes) * size, num_tokens // size * size
         if stop <= start:
             return
-        ids = request.known_ids(start, stop)
+        data = request.known_array(start, stop).tobytes()
+        width = 4 * size
         parent = hashes[-1] if hashes else self._root(request.cache_salt)
-        for at in range(0, stop - start, size):
+        for at in range(0, len(data), width):
             block = self._keyed.copy()
-            block.update(parent + _encode(ids[at : at + size]))
+            block.update(parent + data[at : at + width])
             parent = block.digest()
             hashes.append(parent)
 

@@ -28,5 +28,5 @@ def prompt_logprobs(
     for start in range(row.start, stop, ROWS):
         end = min(start + ROWS, stop)
         part = logits(hidden[start - row.start : end - row.start])
-        values += sampler.prompt_logprobs(part, row.request.prompt_ids[start + 1 : end + 1], top)
+        values += sampler.prompt_logprobs(part, row.request.prompt_ids[start + 1 : end + 1].tolist(), top)
     return values

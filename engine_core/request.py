@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ipc.messages import PromptLogprobs
 from ipc.sampling import SamplingParams
@@ -28,7 +32,7 @@ class Request:
     """
 
     request_id: int
-    prompt_ids: list[int]
+    ids: InitVar[Sequence[int] | NDArray[np.int32]]  # of the prompt
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     frontend: int = 0
@@ -37,6 +41,7 @@ class Request:
     cache_salt: str = ""
     text: bytes = b""  # opaque, handed to the detokenizer with the first token
 
+    prompt_ids: NDArray[np.int32] = field(init=False)  # an array: copied into a step's inputs at once
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_pending: int = 0
@@ -61,6 +66,9 @@ class Request:
     register_at: int = 0  # when this many tokens are computed, there is another full block for the prefix cache
     num_bypassed: int = 0  # how many later requests were admitted while this one did not fit
 
+    def __post_init__(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
+        self.prompt_ids = np.asarray(ids, np.int32)
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
@@ -75,9 +83,14 @@ class Request:
 
     def known_ids(self, start: int, stop: int) -> list[int]:
         """Committed token ids of positions [start, stop), prompt and output together."""
-        prompt = self.prompt_ids
-        if stop <= len(prompt):
-            return prompt[start:stop]
-        if start >= len(prompt):
-            return self.output_ids[start - len(prompt) : stop - len(prompt)]
-        return prompt[start:] + self.output_ids[: stop - len(prompt)]
+        prompt = len(self.prompt_ids)
+        ids: list[int] = self.prompt_ids[start:stop].tolist() if start < prompt else []
+        if stop > prompt:
+            ids += self.output_ids[max(0, start - prompt) : stop - prompt]
+        return ids
+
+    def known_array(self, start: int, stop: int) -> NDArray[np.int32]:
+        """The same as an array, which may be a view."""
+        if stop <= len(self.prompt_ids):
+            return self.prompt_ids[start:stop]
+        return np.array(self.known_ids(start, stop), np.int32)

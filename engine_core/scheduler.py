@@ -88,7 +88,7 @@ class Scheduler:
         if not sampling.ignore_eos:
             request.stop_ids |= request.eos_token_ids
         if sampling.prompt_logprobs is not None:
-            ids = pack_ids(request.prompt_ids)
+            ids = pack_ids(request.prompt_ids.tolist())
             request.prompt_logprobs = PromptLogprobs(request_id=request.request_id, ids=ids, values=[None])
         self._num_added += 1
         request.order = self._num_added + ((request.priority << 40) if self.limits.priority else 0)

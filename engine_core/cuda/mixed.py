@@ -71,7 +71,7 @@ def mixed_inputs(
     ids = np.full(query_starts[-1], -1, np.int32)
     mapping = np.empty(query_starts[-1], np.int32)
     for row, at in zip(rows, query_starts.tolist(), strict=False):
-        known = row.request.known_ids(row.start, row.stop)
+        known = row.request.known_array(row.start, row.stop)
         ids[at : at + len(known)] = known
         where = positions[at : at + row.count]
         blocks = np.array(row.request.block_ids[row.start // block_size : -(-row.stop // block_size)], np.int32)
