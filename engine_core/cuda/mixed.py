@@ -61,59 +61,80 @@ def mixed_inputs(
     `tile_all`: the prefill kernel takes the decode rows as well.
     """
     block_size = spec.block_size
+    slot_list = [row.request.slot for row in rows]
+    slots = np.array(slot_list, np.int32)
     counts = np.array([row.count for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
-    slots = np.array([row.request.slot for row in rows], np.int32)
+    lengths = starts + counts
     query_starts = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
-    row_of = np.repeat(np.arange(len(rows)), counts)
-    positions = (np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[row_of]).astype(np.int32)
-    ids = np.full(query_starts[-1], -1, np.int32)
-    mapping = np.empty(query_starts[-1], np.int32)
-    for row, at in zip(rows, query_starts.tolist(), strict=False):
-        known = row.request.known_array(row.start, row.stop)
-        ids[at : at + len(known)] = known
-        where = positions[at : at + row.count]
-        blocks = np.array(row.request.block_ids[row.start // block_size : -(-row.stop // block_size)], np.int32)
-        mapping[at : at + row.count] = (
-            blocks[where // block_size - row.start // block_size] * block_size + where % block_size
-        )
     decodes = int((counts == 1).sum())
-    tile = query_tile(spec)
-    tiles = [
-        (index, first)
-        for index in range(0 if tile_all else decodes, len(rows))
-        for first in range(0, int(counts[index]), tile)
-    ]
-    index_of = {row.request.request_id: index for index, row in enumerate(rows)}
-    chosen = np.array([index_of[row.request.request_id] for row in sampling], np.int32)
     prompts = rows[decodes:]
     whole = bool(prompts) and all(row.start == 0 for row in prompts)
+
+    ids, blocks = _ids_and_blocks(rows, query_starts, block_size)
+    positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+    first, last = starts // block_size, (lengths - 1) // block_size
+    block_zero = np.cumsum(last - first + 1, dtype=np.int32) - last - 1  # where it would be among a row's `blocks`
+    block = positions // block_size
+    mapping = blocks[block + np.repeat(block_zero, counts)] * block_size + positions - block * block_size
+    first_row = 0 if tile_all else decodes
+    tile_rows, tile_starts = _tiles(counts[first_row:], query_tile(spec))
+    row_of = dict(zip(slot_list, range(len(rows)), strict=True))
+    chosen = np.array([row_of[row.request.slot] for row in sampling], np.int32)
     return MixedHost(
         arrays=(
             ids,
-            slots[row_of],
+            np.repeat(slots, counts),
             positions,
             mapping,
             slots,
-            starts + counts,
+            lengths,
             query_starts,
-            np.array([tile[0] for tile in tiles], np.int32),
-            np.array([tile[1] for tile in tiles], np.int32),
+            tile_rows + np.int32(first_row),
+            tile_starts,
             slots[:decodes],
-            (starts + counts)[:decodes],
+            lengths[:decodes],
             query_starts[1:][chosen] - 1,
             slots[chosen],
-            (starts + counts)[chosen],
+            lengths[chosen],
             np.array([turn], np.int32),
         ),
         query_starts=query_starts.tolist(),
         num_decodes=decodes,
-        longest_decode=int((starts + counts)[:decodes].max(initial=0)),
-        longest_prompt=int((starts + counts)[decodes:].max(initial=0)),
+        longest_decode=int(lengths[:decodes].max(initial=0)),
+        longest_prompt=int(lengths[decodes:].max(initial=0)),
         whole=whole,
         fresh=whole and sum(row.count for row in prompts) >= FRESH_MIN_TOKENS * len(prompts),
     )
+
+
+def _ids_and_blocks(
+    rows: Sequence[ScheduledRow], query_starts: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [tokens], -1 for those that are on their way; and of each row the blocks that it writes to, one row after
+    the other."""
+    ids, blocks = np.full(query_starts[-1], -1, np.int32), list[int]()
+    for row, at in zip(rows, query_starts.tolist(), strict=False):
+        request, start, count = row.request, row.start, row.count
+        outputs = start - request.num_prompt_tokens
+        if count == 1 and outputs >= 0:  # the most, and seldom known
+            blocks.append(request.block_ids[start // block_size])
+            if outputs < len(request.output_ids):
+                ids[at] = request.output_ids[outputs]
+        else:
+            blocks += request.block_ids[start // block_size : (start + count - 1) // block_size + 1]
+            known = request.known_array(start, start + count)
+            ids[at : at + len(known)] = known
+    return ids, np.array(blocks, np.int32)
+
+
+def _tiles(counts: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and first query token of each tile of `tile` tokens, int32; rows have `counts` tokens."""
+    tiles = -(-counts // tile)
+    firsts = np.cumsum(tiles, dtype=np.int32) - tiles
+    starts = np.arange(tiles.sum(), dtype=np.int32) - np.repeat(firsts, tiles)
+    return np.repeat(np.arange(len(counts), dtype=np.int32), tiles), starts * tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +152,19 @@ class MixedLayout:
 
     def padded(self, arrays: Sequence[np.ndarray], tokens: int, rows: int) -> np.ndarray:
         """One int32 array. Needs fewer real rows than `rows`: the last one is padding, and owns the tiles left over."""
-        last = arrays[6][-1]
-        pad = self.pad_slot
-        fill = (-1, pad, 0, 0, pad, 1, last, rows - 1, 0, pad, 1, 0, pad, 1, 0)
-        parts = []
-        for array, length, value in zip(arrays, self.lengths(tokens, rows), fill, strict=True):
-            parts += [array, np.full(length - len(array), value, np.int32)]
-        return np.concatenate(parts)
+        lengths = self.lengths(tokens, rows)
+        values = np.repeat(self._fill(rows, int(arrays[6][-1])), lengths)
+        start = 0
+        for array, length in zip(arrays, lengths, strict=True):
+            values[start : start + len(array)] = array
+            start += length
+        return values
 
     def padding(self, tokens: int, rows: int) -> np.ndarray:
         empty = np.zeros(0, np.int32)
         return self.padded([*[empty] * 6, np.zeros(1, np.int32), *[empty] * 8], tokens, rows)
+
+    def _fill(self, rows: int, last: int) -> np.ndarray:
+        """The value of each array's padding. `last`: where the last real row ends."""
+        pad = self.pad_slot
+        return np.array((-1, pad, 0, 0, pad, 1, last, rows - 1, 0, pad, 1, 0, pad, 1, 0), np.int32)
