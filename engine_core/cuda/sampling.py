@@ -8,6 +8,7 @@ larger set a row that needs less passes through unchanged, so its token is the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -16,10 +17,16 @@ import torch
 
 from engine_core.cuda.edits import EditState, edit_flags
 from engine_core.cuda.results import ResultRing
-from engine_core.cuda.state import send
+from engine_core.cuda.state import Staging
 from engine_core.kernels import triton_cut, triton_draw, triton_edits, triton_logprobs, triton_survey
 from engine_core.kernels import triton_slots as cells
 from engine_core.request import Request
+
+# Cells of a slot's record, in the order in which `DeviceSampler._records` makes their values.
+_INTEGERS = "FLAGS SEED_LOW SEED_HIGH TOP_K MIN_LENGTH NUM_BIASED NUM_LOGPROBS"
+_FLOATS = "TEMPERATURE TOP_P MIN_P_LOG REPETITION PRESENCE FREQUENCY"
+TRUNCATED, LOGPROBS = cells.TRUNCATED.value, cells.LOGPROBS.value
+INTEGERS, FLOATS = ([getattr(cells, name).value for name in names.split()] for names in (_INTEGERS, _FLOATS))
 
 
 class Needs(IntEnum):
@@ -40,56 +47,66 @@ class DeviceSampler:
         self._settings = torch.zeros(self._slots, cells.WIDTH.value, dtype=torch.int32, device=device)
         self._needs = np.zeros(self._slots, np.int8)
         self._edits: EditState | None = None
+        self._news = Staging(self._slots * (2 + cells.WIDTH.value) + 4, device)
         self.last_tokens = torch.zeros(self._slots, dtype=torch.int32, device=device)
         self.results = ResultRing(rows, device)
 
     def enter(self, requests: Sequence[Request]) -> None:
         """These requests have come to their slots, or back to one: take their settings and what they have output."""
-        records = np.stack([self._record(request) for request in requests])
-        flags = records[:, cells.FLAGS.value]
+        needs, records = self._records(requests)
         slots = np.array([request.slot for request in requests], np.int64)
-        random = records[:, cells.TEMPERATURE.value] != 0
-        truncated = flags & cells.TRUNCATED.value != 0
-        full = flags & (cells.EDITED.value | cells.LOGPROBS.value) != 0
-        self._needs[slots] = np.select([full, truncated, random], [Needs.FULL, Needs.TRUNCATED, Needs.RANDOM], 0)
-        if full.any():
+        self._needs[slots] = needs
+        if Needs.FULL in needs:
             self.results.allocate_logprobs()
             if self._edits is None:
                 self._edits = EditState(self._slots, self._vocab_size, self._device)
             for request in requests:
                 self._edits.enter(request)
-        self._settings[send(slots, self._device)] = send(records, self._device)
+        where, values = self._news.send([slots.view(np.int32), records.ravel()])
+        self._settings.index_copy_(0, where.view(torch.int64), values.view(records.shape))
 
     def needs(self, slots: Sequence[int]) -> Needs:
         """What a step that samples for these slots must be able to do."""
         return Needs(int(self._needs[list(slots)].max(initial=0)))
 
-    def _record(self, request: Request) -> np.ndarray:
-        """int32 [cells.WIDTH]."""
-        sampling = request.sampling
-        record = np.zeros(cells.WIDTH.value, np.int32)
-        floats = record.view(np.float32)
-        top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
-        flags = edit_flags(request)
-        if not sampling.greedy:
-            floats[cells.TEMPERATURE.value] = sampling.temperature
-            if top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-                flags |= cells.TRUNCATED.value
-        if sampling.logprobs is not None:
-            flags |= cells.LOGPROBS.value
-            record[cells.NUM_LOGPROBS.value] = sampling.logprobs
-        record[cells.FLAGS.value] = flags
-        seed = request.seed % 2**64
-        record.view(np.uint32)[[cells.SEED_LOW.value, cells.SEED_HIGH.value]] = seed % 2**32, seed >> 32
-        record[cells.TOP_K.value] = top_k
-        floats[cells.TOP_P.value] = sampling.top_p
-        floats[cells.MIN_P_LOG.value] = np.log(sampling.min_p) if sampling.min_p > 0.0 else -np.inf
-        floats[cells.REPETITION.value] = sampling.repetition_penalty
-        floats[cells.PRESENCE.value] = sampling.presence_penalty
-        floats[cells.FREQUENCY.value] = sampling.frequency_penalty
-        record[cells.MIN_LENGTH.value] = min(request.num_prompt_tokens + sampling.min_tokens, 2**31 - 1)
-        record[cells.NUM_BIASED.value] = len(sampling.logit_bias)
-        return record
+    def _records(self, requests: Sequence[Request]) -> tuple[list[Needs], np.ndarray]:
+        """What each needs; int32 [requests, cells.WIDTH]."""
+        needs: list[Needs] = []
+        integers, floats = [], []
+        for request in requests:
+            sampling, seed = request.sampling, request.seed % 2**64
+            top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
+            flags = edit_flags(request) | (LOGPROBS if sampling.logprobs is not None else 0)
+            needed = Needs.FULL if flags else Needs.GREEDY if sampling.greedy else Needs.RANDOM
+            if not sampling.greedy and (top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):
+                flags |= TRUNCATED
+                needed = max(needed, Needs.TRUNCATED)
+            needs.append(needed)
+            integers.append(
+                (
+                    flags,
+                    seed % 2**32,
+                    seed >> 32,
+                    top_k,
+                    min(request.num_prompt_tokens + sampling.min_tokens, 2**31 - 1),
+                    len(sampling.logit_bias),
+                    sampling.logprobs or 0,
+                )
+            )
+            floats.append(
+                (
+                    0.0 if sampling.greedy else sampling.temperature,
+                    sampling.top_p,
+                    math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
+                    sampling.repetition_penalty,
+                    sampling.presence_penalty,
+                    sampling.frequency_penalty,
+                )
+            )
+        records = np.zeros((len(requests), cells.WIDTH.value), np.int32)
+        records.view(np.uint32)[:, INTEGERS] = np.array(integers, np.uint32)
+        records.view(np.float32)[:, FLOATS] = np.array(floats, np.float32)
+        return needs, records
 
     def draw(
         self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, turn: torch.Tensor, needs: Needs

@@ -12,6 +12,7 @@ from engine_core.plan import ScheduledRow
 from engine_core.request import Request
 
 STAGES = 4  # steps whose inputs may be on their way at once; more than the engine ever has in flight
+MOST_BLOCKS = 16_384  # entries of block tables in one copy
 
 
 def send(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -42,6 +43,7 @@ class SlotState:
         self._enter = enter
         self._owners: list[Request | None] = [None] * rows
         self._known = [0] * rows  # blocks of each slot's table that the device has
+        self._news = Staging(3 * MOST_BLOCKS, device)
 
     def new_block(self, row: ScheduledRow, block_size: int) -> int:
         """The block that a decode row adds to its table in this step, or -1. Anything else is uploaded at once."""
@@ -59,21 +61,26 @@ class SlotState:
 
     def upload(self, rows: Sequence[ScheduledRow], block_size: int) -> None:
         """The blocks the device does not know yet: one copy for all rows."""
-        entries: list[int] = []  # slot, column, block
+        owners, known, width = self._owners, self._known, self.tables.shape[1]
+        cells: list[int] = []  # of the flat tables
+        blocks: list[int] = []
         newcomers: list[Request] = []
         for row in rows:
-            request, slot = row.request, row.request.slot
-            needed = -(-row.stop // block_size)
-            if self._owners[slot] is not request:
-                self._owners[slot] = request
-                self._known[slot] = 0
+            request = row.request
+            slot, needed = request.slot, -(-(row.start + row.count) // block_size)
+            if owners[slot] is not request:
+                owners[slot] = request
+                known[slot] = 0
                 newcomers.append(request)
-            for column in range(self._known[slot], needed):
-                entries += (slot, column, request.block_ids[column])
-            self._known[slot] = max(self._known[slot], needed)
-        if entries:
-            slots, columns, blocks = send(np.array(entries, np.int32), self.device).view(-1, 3).unbind(1)
-            self.tables[slots, columns] = blocks
+            if known[slot] < needed:
+                cells += range(slot * width + known[slot], slot * width + needed)
+                blocks += request.block_ids[known[slot] : needed]
+                known[slot] = needed
+        for start in range(0, len(blocks), MOST_BLOCKS):
+            part = slice(start, start + MOST_BLOCKS)
+            where = np.array(cells[part], np.int64).view(np.int32)
+            on_device = self._news.send([where, np.array(blocks[part], np.int32)])
+            self.tables.view(-1).scatter_(0, on_device[0].view(torch.int64), on_device[1])
         if newcomers:
             self._enter(newcomers)
 
@@ -86,9 +93,11 @@ class Staging:
     """A ring of pinned buffers for int32 step inputs. A buffer is filled again only when its copy is long done."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._host = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(STAGES)]
+        self._pinned = device.type == "cuda"
+        buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(STAGES)]
+        self._host = [buffer.pin_memory() if self._pinned else buffer for buffer in buffers]
         self._views = [buffer.numpy() for buffer in self._host]
-        self._copied = [torch.cuda.Event() for _ in range(STAGES)]
+        self._copied = [torch.cuda.Event() for _ in range(STAGES if self._pinned else 0)]
         self._turn = 0
         self.size = size
         self.device = device
@@ -96,7 +105,8 @@ class Staging:
     def send(self, arrays: Sequence[np.ndarray], out: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The int32 `arrays` one after the other on the device, in one copy; views of `out` if given."""
         turn = self._turn = (self._turn + 1) % STAGES
-        self._copied[turn].synchronize()
+        if self._pinned:
+            self._copied[turn].synchronize()
         starts = [0, *itertools.accumulate(aligned(len(array)) for array in arrays)]
         stop = starts[-2] + len(arrays[-1])
         for array, start in zip(arrays, starts, strict=False):
@@ -104,5 +114,6 @@ class Staging:
         if out is None:
             out = torch.empty(stop, dtype=torch.int32, device=self.device)
         out[:stop].copy_(self._host[turn][:stop], non_blocking=True)
-        self._copied[turn].record()
+        if self._pinned:
+            self._copied[turn].record()
         return [out[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
