@@ -12,7 +12,7 @@ Block 0 is never given out: padded rows and the unused ends of block tables poin
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine_core.prefix_cache import PrefixCache
 
@@ -53,15 +53,18 @@ class BlockPool:
         """
         if count > self.num_available:
             raise RuntimeError(f"{count} KV blocks asked for, {self.num_available} available")
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._reusable.popitem(last=False)
-                self._cache.discard(block)
-            self.ref_counts[block] = 1
-            blocks.append(block)
+        free, counts = self._free, self.ref_counts
+        rest = max(0, len(free) - count)
+        blocks = free[rest:]
+        blocks.reverse()
+        del free[rest:]
+        if len(blocks) < count:
+            oldest = self._reusable.popitem
+            reused = [oldest(last=False)[0] for _ in range(count - len(blocks))]
+            self._cache.discard(reused)
+            blocks += reused
+        for block in blocks:
+            counts[block] = 1
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -76,20 +79,22 @@ class BlockPool:
 
         The end of a prefix is useless without its beginning, so the last blocks become the first to be reallocated.
         """
+        counts, is_cached = self.ref_counts, self._cache.holds
         for block in reversed(blocks):
-            if self.ref_counts[block] <= 0:
+            holders = counts[block] - 1
+            if holders < 0:
                 raise RuntimeError(f"KV block {block} released more often than held")
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                if self._cache.holds(block):
+            counts[block] = holders
+            if not holders:
+                if is_cached(block):
                     self._reusable[block] = None
                 else:
                     self._free.append(block)
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def forget(self, blocks: Sequence[int]) -> None:
         """The contents of these blocks are not to be found again, by anyone."""
+        self._cache.discard(blocks)
         for block in blocks:
-            self._cache.discard(block)
             if block in self._reusable:
                 del self._reusable[block]
                 self._free.append(block)

@@ -17,7 +17,7 @@ class KvManager:
         self.cache = PrefixCache()
         self.pool = BlockPool(limits.num_blocks, self.cache)
         self._hasher = BlockHasher(limits.block_size)
-        self._in_flight: dict[bytes, int] = {}  # hash of a block being computed -> the step that computes its end
+        self._in_flight: dict[int, set[bytes]] = {}  # step -> hashes of the blocks whose ends it computes
 
     def find_prefix(self, request: Request) -> list[int] | None:
         """Cached blocks to start from. None: a step in flight computes more of them, so better wait for it."""
@@ -25,7 +25,8 @@ class KvManager:
             return []
         found = self.cache.match(request, self._hasher)
         missing = request.block_hashes[len(found) : (request.num_tokens - 1) // self.limits.block_size]
-        return None if missing and missing[0] in self._in_flight else found
+        awaited = missing and any(missing[0] in hashes for hashes in self._in_flight.values())
+        return None if awaited else found
 
     def fits(self, request: Request, found: list[int], reserve: int) -> bool:
         """Whether all its tokens do, with `reserve` blocks to spare."""
@@ -63,7 +64,8 @@ class KvManager:
         if self.limits.prefix_caching:
             size = self.limits.block_size
             self._hasher.extend(request, stop)
-            self._in_flight.update(dict.fromkeys(request.block_hashes[start // size : stop // size], step))
+            if hashes := request.block_hashes[start // size : stop // size]:
+                self._in_flight.setdefault(step, set()).update(hashes)
 
     def register(self, request: Request, num_computed: int) -> None:
         """Let others find the full blocks among the first `num_computed` tokens, whose KV is in the pool."""
@@ -71,8 +73,8 @@ class KvManager:
             return
         size = self.limits.block_size
         self._hasher.extend(request, num_computed)
-        for index in range(request.register_at // size - 1, num_computed // size):
-            self.cache.insert(request.block_hashes[index], request.block_ids[index])
+        full = slice(request.register_at // size - 1, num_computed // size)
+        self.cache.insert(request.block_hashes[full], request.block_ids[full])
         request.register_at = (num_computed // size + 1) * size
 
     def forget(self, request: Request) -> None:
@@ -82,8 +84,8 @@ class KvManager:
 
     def settle(self, step: int) -> None:
         """Step `step` and all before it are done."""
-        if self._in_flight:
-            self._in_flight = {block_hash: end for block_hash, end in self._in_flight.items() if end > step}
+        for done in [end for end in self._in_flight if end <= step]:
+            del self._in_flight[done]
 
     @property
     def idle(self) -> bool:

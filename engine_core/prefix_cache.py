@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 
 from engine_core.request import Request
 
@@ -65,16 +66,21 @@ class PrefixCache:
     def find(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
-    def insert(self, block_hash: bytes, block: int) -> None:
-        """`block` holds the computed KV of this prefix from now on. No effect if another block is known for it."""
-        if block_hash not in self._block_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def insert(self, hashes: Iterable[bytes], blocks: Iterable[int]) -> None:
+        """Each of `blocks` holds the computed KV of the prefix with its hash from now on. No effect where another block
+        is known for it."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            if block_hash not in block_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
 
-    def discard(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block, None)
-        if block_hash is not None:
-            del self._block_of[block_hash]
+    def discard(self, blocks: Iterable[int]) -> None:
+        block_of, hash_of = self._block_of, self._hash_of
+        for block in blocks:
+            block_hash = hash_of.pop(block, None)
+            if block_hash is not None:
+                del block_of[block_hash]
 
     def match(self, request: Request, hasher: BlockHasher) -> list[int]:
         """The blocks of the longest known prefix that leaves at least one token to compute.

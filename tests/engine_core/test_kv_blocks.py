@@ -54,7 +54,7 @@ def test_releasing_too_often_is_an_error_and_not_a_second_free_block() -> None:
 def test_known_blocks_stay_cached_and_can_be_taken_up_again() -> None:
     pool, cache = make_pool(4)
     blocks = pool.allocate(2)
-    cache.insert(b"one", blocks[0])
+    cache.insert([b"one"], [blocks[0]])
     pool.release(blocks)
     assert counts(pool) == (2, 1, 0)
     assert pool.num_idle(blocks[:1]) == 1
@@ -69,7 +69,7 @@ def test_free_blocks_go_first_then_the_least_recently_used_end_of_a_prefix() -> 
     old, new = pool.allocate(2), pool.allocate(2)
     for name, blocks in (("old", old), ("new", new)):
         for index, block in enumerate(blocks):
-            cache.insert(f"{name}{index}".encode(), block)
+            cache.insert([f"{name}{index}".encode()], [block])
         pool.release(blocks)
     free = pool.allocate(1)
     assert free[0] not in old + new
@@ -85,8 +85,8 @@ def test_free_blocks_go_first_then_the_least_recently_used_end_of_a_prefix() -> 
 def test_forgotten_blocks_are_free_at_once_or_when_released() -> None:
     pool, cache = make_pool(4)
     held, idle = pool.allocate(1), pool.allocate(1)
-    cache.insert(b"held", held[0])
-    cache.insert(b"idle", idle[0])
+    cache.insert([b"held"], [held[0]])
+    cache.insert([b"idle"], [idle[0]])
     pool.release(idle)
     pool.forget(held + idle)
     assert counts(pool) == (2, 0, 1)
@@ -104,7 +104,7 @@ def test_check_finds_every_kind_of_damage(damage: str) -> None:
     pool, cache = make_pool(6)
     table = pool.allocate(2)
     cached = pool.allocate(1)
-    cache.insert(b"x", cached[0])
+    cache.insert([b"x"], [cached[0]])
     pool.release(cached)
     pool.check([table])
     if damage == "leak":
@@ -114,9 +114,9 @@ def test_check_finds_every_kind_of_damage(damage: str) -> None:
     elif damage == "null block":
         table.append(0)
     elif damage == "unknown cached":
-        cache.discard(cached[0])
+        cache.discard([cached[0]])
     else:
-        cache.insert(b"y", pool._free[0])
+        cache.insert([b"y"], [pool._free[0]])
     with pytest.raises(AssertionError):
         pool.check([table])
 
@@ -137,7 +137,7 @@ def test_random_use_keeps_the_books(seed: int) -> None:
             pool.acquire(shared)
             tables.append(shared)
         elif choice < 0.75 and tables and tables[-1]:
-            cache.insert(str(rng.randint(0, 30)).encode(), rng.choice(tables[-1]))
+            cache.insert([str(rng.randint(0, 30)).encode()], [rng.choice(tables[-1])])
         elif choice < 0.8:
             known = cache.find(str(rng.randint(0, 30)).encode())
             if known is not None:

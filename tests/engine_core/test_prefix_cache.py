@@ -71,8 +71,7 @@ def test_hashing_in_pieces_over_prompt_and_output_equals_hashing_at_once(seed: i
 
 def test_a_full_hit_leaves_one_token_to_compute() -> None:
     hasher, cache = BlockHasher(4, KEY), PrefixCache()
-    for block, block_hash in enumerate(hashes(list(range(12))), 1):
-        cache.insert(block_hash, block)
+    cache.insert(hashes(list(range(12))), range(1, 4))
     assert cache.match(make_request(list(range(12))), hasher) == [1, 2]
     assert cache.match(make_request(list(range(13))), hasher) == [1, 2, 3]
     assert cache.match(make_request(list(range(4))), hasher) == []
@@ -81,9 +80,8 @@ def test_a_full_hit_leaves_one_token_to_compute() -> None:
 
 def test_a_match_ends_at_the_first_block_that_is_not_known() -> None:
     hasher, cache = BlockHasher(4, KEY), PrefixCache()
-    for block, block_hash in enumerate(hashes(list(range(16))), 1):
-        cache.insert(block_hash, block)
-    cache.discard(2)
+    cache.insert(hashes(list(range(16))), range(1, 5))
+    cache.discard([2])
     request = make_request(list(range(16)))
     assert cache.match(request, hasher) == [1]
     assert len(request.block_hashes) == 2  # hashed no further than needed
@@ -91,11 +89,10 @@ def test_a_match_ends_at_the_first_block_that_is_not_known() -> None:
 
 def test_the_first_of_two_equal_blocks_is_the_one_that_is_found() -> None:
     cache = PrefixCache()
-    cache.insert(b"h", 1)
-    cache.insert(b"h", 2)
+    cache.insert([b"h", b"h"], [1, 2])
     assert cache.find(b"h") == 1
     assert not cache.holds(2)
-    cache.discard(2)
+    cache.discard([2])
     assert cache.find(b"h") == 1
-    cache.discard(1)
+    cache.discard([1])
     assert cache.find(b"h") is None
