@@ -44,8 +44,8 @@ from ipc.sampling import SamplingParams
 
 PROMPT, BLOCK = 1000, 16
 WARM_UP = 40
-# `launch` is all that the runner does in a step, from `upload` to `fetch`; `step` is all of them and the engine's own.
-PHASES = ("intake", "schedule", "upload", "size", "inputs", "stage", "fetch", "launch", "commit", "step")
+# `enter` is a part of `upload`, `launch` all that the runner does, from `upload` to `fetch`, and `step` all there is.
+PHASES = ("intake", "schedule", "upload", "enter", "size", "inputs", "stage", "fetch", "launch", "commit", "step")
 # name, new requests a step, output tokens of each, tokens a step may have; 0 new: all come at the start
 LOADS = (
     ("2 prompts, 30 decode rows", 2, 16, 2048),
@@ -155,6 +155,7 @@ def make_engine(max_tokens: int, num_blocks: int, phases: Phases) -> Engine:
     phases.wrap("schedule", engine.scheduler, "schedule")
     phases.wrap("launch", runner, "launch")
     phases.wrap("upload", runner.state, "upload")
+    phases.wrap("enter", runner.state, "_enter")
     phases.wrap("size", runner.mixed_graphs, "size_for")
     phases.wrap("inputs", runner.decode_graphs, "host_inputs")
     phases.wrap("stage", runner.staging, "send")
@@ -200,7 +201,7 @@ def run(new: int, outputs: int, max_tokens: int, steps: int) -> tuple[dict[str, 
         intake = phases.add("intake", intake)
         if not new:
             intake(rows)
-            while engine.scheduler.output_tokens < 4 * rows:
+            while min(state.output_tokens for state in engine.requests(rows)) < 4:
                 engine.step()
         times = []
         for index in range(steps + WARM_UP):

@@ -1,9 +1,9 @@
 """Which blocks hold the KV of which prefix. Knows hashes and block numbers, not who holds a block.
 
 The hash of a full block covers all tokens up to its end: blake2b over the parent block's hash and the block's tokens,
-each as four bytes, starting from a root that covers the extra keys (the cache salt). It is keyed with bytes that never
-leave the process, so nobody can craft a prompt that hits another's blocks, and salts keep tenants apart that must not
-see each other.
+each as four bytes, starting from a root that covers the extra keys (the cache salt). The root is keyed with bytes that,
+like all hashes, never leave the process: without it no hash can be computed, so nobody can craft a prompt that hits
+another's blocks, and salts keep tenants apart that must not see each other.
 
 Only full blocks are found, and never the one with a request's last token: a shared block is therefore never written.
 Two requests that compute the same block at the same time both keep their own; the first one is what others find.
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from engine_core.request import Request
 
-_HASH_BYTES = 16  # collisions of a keyed hash cannot be searched for, and by chance need 2**64 blocks
+_HASH_BYTES = 16  # collisions below a secret root cannot be searched for, and by chance need 2**64 blocks
 
 
 class BlockHasher:
@@ -26,8 +26,8 @@ class BlockHasher:
     def __init__(self, block_size: int, key: bytes | None = None) -> None:
         self.block_size = block_size
         key = os.urandom(32) if key is None else key
-        self._keyed = hashlib.blake2b(key=key, digest_size=_HASH_BYTES)
         self._keyed_root = hashlib.blake2b(key=key, digest_size=_HASH_BYTES, person=b"root")  # never equals a block's
+        self._empty = hashlib.blake2b(digest_size=_HASH_BYTES)  # with a key, each block would take twice the work
 
     def extend(self, request: Request, num_tokens: int) -> None:
         """Hash the full blocks among the first `num_tokens` tokens, all of which are committed."""
@@ -38,8 +38,9 @@ class BlockHasher:
         data = request.known_array(start, stop).tobytes()
         width = 4 * size
         parent = hashes[-1] if hashes else self._root(request.cache_salt)
+        new_block = self._empty.copy
         for at in range(0, len(data), width):
-            block = self._keyed.copy()
+            block = new_block()
             block.update(parent + data[at : at + width])
             parent = block.digest()
             hashes.append(parent)
