@@ -146,9 +146,8 @@ class CudaRunner:
     # --- a step of decode rows alone: one graph -------------------------------------------------------------------
 
     def _launch_decode(self, rows: Sequence[ScheduledRow], turn: int) -> Needs:
-        block_size = self.spec.block_size
-        new_blocks = [self.state.new_block(row, block_size) for row in rows]
-        lengths = [row.stop for row in rows]
+        new_blocks = self.state.new_blocks(rows, self.spec.block_size)
+        lengths = [row.start + 1 for row in rows]
         slots = [row.request.slot for row in rows]
         values = self.decode_graphs.host_inputs(slots, lengths, new_blocks, turn)
         self.staging.send([values], self.decode_graphs.inputs(len(rows)).buffer)

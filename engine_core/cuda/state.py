@@ -45,19 +45,26 @@ class SlotState:
         self._known = [0] * rows  # blocks of each slot's table that the device has
         self._news = Staging(3 * MOST_BLOCKS, device)
 
-    def new_block(self, row: ScheduledRow, block_size: int) -> int:
-        """The block that a decode row adds to its table in this step, or -1. Anything else is uploaded at once."""
-        request, slot = row.request, row.request.slot
-        needed = -(-row.stop // block_size)
-        if self._owners[slot] is request:
-            known = self._known[slot]
-            if known >= needed:
-                return -1
-            if known == needed - 1:
-                self._known[slot] = needed
-                return request.block_ids[known]
-        self.upload([row], block_size)
-        return -1
+    def new_blocks(self, rows: Sequence[ScheduledRow], block_size: int) -> list[int]:
+        """The block that each decode row adds to its table in this step, or -1. Anything else is uploaded at once."""
+        owners, known = self._owners, self._known
+        new: list[int] = []
+        unknown: list[ScheduledRow] = []
+        for row in rows:
+            request = row.request
+            slot, last = request.slot, row.start // block_size
+            count = known[slot] if owners[slot] is request else -1
+            if count > last:
+                new.append(-1)
+            elif count == last:
+                new.append(request.block_ids[last])
+                known[slot] = last + 1
+            else:
+                new.append(-1)
+                unknown.append(row)
+        if unknown:
+            self.upload(unknown, block_size)
+        return new
 
     def upload(self, rows: Sequence[ScheduledRow], block_size: int) -> None:
         """The blocks the device does not know yet: one copy for all rows."""
