@@ -37,6 +37,7 @@ from engine_core.layers.linear import DenseLinear
 from engine_core.models.config import from_hf
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.plan import ModelFacts
+from engine_core.scheduler import Scheduler
 from ipc.codec import encode, make_decoder
 from ipc.config import EngineConfig
 from ipc.messages import EngineMessage, Generate
@@ -152,7 +153,6 @@ def make_engine(max_tokens: int, num_blocks: int, phases: Phases) -> Engine:
         kv_bytes_per_token=0,
     )
     engine = Engine(runner, facts, config, depth=2)
-    phases.wrap("schedule", engine.scheduler, "schedule")
     phases.wrap("launch", runner, "launch")
     phases.wrap("upload", runner.state, "upload")
     phases.wrap("enter", runner.state, "_enter")
@@ -160,7 +160,6 @@ def make_engine(max_tokens: int, num_blocks: int, phases: Phases) -> Engine:
     phases.wrap("inputs", runner.decode_graphs, "host_inputs")
     phases.wrap("stage", runner.staging, "send")
     phases.wrap("fetch", runner.sampling.results, "fetch")
-    phases.wrap("commit", engine.scheduler, "commit")
     phases.wrap("commit", engine, "_output")
     return engine
 
@@ -186,9 +185,15 @@ def run(new: int, outputs: int, max_tokens: int, steps: int) -> tuple[dict[str, 
     phases, calls = Phases(), Calls()
     rows = new * outputs if new else outputs
     blocks = rows * (PROMPT // BLOCK + 2 + (0 if new else (steps + 3 * WARM_UP + 600) // BLOCK))
-    inputs = mock.patch.object(cuda_runner, "mixed_inputs", phases.add("inputs", cuda_runner.mixed_inputs))
-    padded = mock.patch.object(MixedLayout, "padded", phases.add("inputs", MixedLayout.padded))
-    with no_gpu(calls), inputs, padded:
+    timed: list[tuple[Any, str, str]] = [
+        (Scheduler, "schedule", "schedule"),
+        (Scheduler, "commit", "commit"),
+        (cuda_runner, "mixed_inputs", "inputs"),
+        (MixedLayout, "padded", "inputs"),
+    ]
+    with no_gpu(calls), contextlib.ExitStack() as stack:
+        for owner, name, phase in timed:
+            stack.enter_context(mock.patch.object(owner, name, phases.add(phase, getattr(owner, name))))
         engine = make_engine(max_tokens, 2 * blocks if new else blocks + 100, phases)
         todo = messages(new * (steps + 2 * WARM_UP) if new else rows, new, outputs if new else 4096)
         decoder = make_decoder(EngineMessage)
