@@ -109,9 +109,9 @@ def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]
 
 def _context(model: TextModel, ids: Sequence[int]) -> Sequence[int]:
     """The end of the prompt, back to a token that makes text (see `detokenizer_proc.incremental`)."""
-    start = max(0, len(ids) - 8)
-    while start > 0 and all(token in model.special_ids for token in ids[start:]):
-        start = max(0, start - 64)
+    start, seen = max(0, len(ids) - 8), len(ids)
+    while start > 0 and all(token in model.special_ids for token in ids[start:seen]):
+        start, seen = max(0, start - 64), start  # each id is looked at once: a prompt may hold nothing else
     return ids[start:]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from array import array
 from typing import Any
 
@@ -247,6 +248,38 @@ def test_context_reaches_back_to_text(smollm2: TextModel) -> None:
     assert hello in from_bytes(spec.prompt_ids)
     data = text_spec(smollm2, [hello] * 1000, SamplingParams())
     assert len(from_bytes(msgspec.msgpack.decode(data, type=TextSpec).prompt_ids)) <= 16
+
+
+class CountingSet(frozenset[int]):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def __contains__(self, item: object) -> bool:
+        self.asked += 1
+        return super().__contains__(item)
+
+
+def context(model: TextModel, ids: list[int], special: frozenset[int]) -> list[int]:
+    model = dataclasses.replace(model)
+    vars(model)["special_ids"] = special
+    return from_bytes(msgspec.msgpack.decode(text_spec(model, ids, SamplingParams()), type=TextSpec).prompt_ids)
+
+
+def test_context_by_its_definition(smollm2: TextModel, rng: random.Random) -> None:
+    special = frozenset(range(17))
+    for _ in range(500):
+        ids = rng.choices(range(34), k=rng.randrange(300)) + rng.choices(range(17), k=rng.randrange(400))
+        starts = [*range(len(ids) - 8, 0, -64), 0]
+        start = next(start for start in starts if start == 0 or not special.issuperset(ids[start:]))
+        assert context(smollm2, ids, special) == ids[start:]
+
+
+@pytest.mark.parametrize("length", [8_000, 65_000])
+def test_a_prompt_of_special_tokens_alone_is_looked_at_once(smollm2: TextModel, length: int) -> None:
+    special = CountingSet(range(17))
+    assert len(context(smollm2, [5] * length, special)) == length
+    assert special.asked <= length
 
 
 def test_special_tokens_in_user_text_become_tokens(smollm2: TextModel) -> None:
