@@ -42,6 +42,9 @@ class Renderer:
             except OSError as error:
                 logger.info("the rendering process failed: %s", error)
                 reply = None
+            except BaseException:  # a reply that nobody reads would be taken for the next one's
+                self.close()
+                raise
             if reply is not None:
                 break
             self.close()
