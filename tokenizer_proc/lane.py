@@ -30,8 +30,11 @@ class Answered:
 class Helper(Protocol):
     """What `handle` of a lane makes use of."""
 
+    def begin(self) -> None:
+        """Called before `handle`, never during an `interrupt`: those that came before were not meant for this work."""
+
     def interrupt(self) -> None:
-        """Called from another thread when nobody wants what `handle` is at. It may fail then."""
+        """Called from another thread when nobody wants what `handle` is at, or is about to be. It may fail then."""
 
     def close(self) -> None:
         """Called in the lane's thread when there was nothing to do for a while; it may be used again."""
@@ -99,6 +102,8 @@ class Lane:
             idle = not self._changed.wait_for(lambda: self._waiting, None if self._helper is None else IDLE_S)
             if not idle:
                 work = self._current = self._waiting.pop(next(iter(self._waiting)))
+                if self._helper is not None:
+                    self._helper.begin()
         if idle:
             assert self._helper is not None
             self._helper.close()

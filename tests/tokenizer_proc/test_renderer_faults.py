@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -13,11 +15,16 @@ import msgspec
 import pytest
 
 from ipc import frames
+from ipc.actor import Envelope
 from ipc.codec import pack_ids
+from ipc.messages import Encode, Shutdown
+from tokenizer_proc.errors import PromptError
+from tokenizer_proc.lane import Answered, Lane, Work
 from tokenizer_proc.renderer import client
 from tokenizer_proc.renderer.client import Renderer, Reply
 
-Processes = list["subprocess.Popen[bytes]"]
+DEADLINE_S = 30.0
+Processes = list[subprocess.Popen[bytes]]
 StartInstead = Callable[[list[str]], Processes]
 
 
@@ -26,14 +33,14 @@ class AtLine:
 
     def __init__(self, n: int, act: Callable[[], None]) -> None:
         self._n, self._act = n, act
-        self.seen = 0
+        self.seen, self.function = 0, ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> AtLine | None:
         code = frame.f_code
         if code.co_filename not in (client.__file__, frames.__file__) or code.co_name == "close":
             return None
         if event == "line":
-            self.seen += 1
+            self.seen, self.function = self.seen + 1, code.co_name
             if self.seen == self._n:
                 self._act()
         return self
@@ -49,13 +56,11 @@ def tracing(function: AtLine) -> Iterator[None]:
 
 
 @pytest.fixture
-def start_instead(monkeypatch: pytest.MonkeyPatch) -> StartInstead:
+def start_instead(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartInstead]:
     """Lets the client start another command; gives the processes it starts."""
-    popen = subprocess.Popen
+    popen, processes = subprocess.Popen, Processes()
 
     def replace(command: list[str]) -> Processes:
-        processes: Processes = []
-
         def start(_: object, **options: Any) -> subprocess.Popen[bytes]:
             processes.append(popen(command, **options))
             return processes[-1]
@@ -63,7 +68,16 @@ def start_instead(monkeypatch: pytest.MonkeyPatch) -> StartInstead:
         monkeypatch.setattr("subprocess.Popen", start)
         return processes
 
-    return replace
+    yield replace
+    for process in processes:
+        process.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.01)
 
 
 def echoed(ids: list[int]) -> msgspec.Raw:
@@ -89,3 +103,37 @@ def test_whatever_fails_nobody_gets_the_ids_of_another(start_instead: StartInste
         renderer.close()
     assert n > 20
     assert all(process.returncode is not None for process in processes)
+
+
+@pytest.mark.parametrize("leave", [lambda lane: lane.drop(frozenset([1])), Lane.close], ids=["drop", "close"])
+def test_whenever_its_client_leaves_the_work_ends(start_instead: StartInstead, leave: Callable[[Lane], None]) -> None:
+    """The process never answers: a lost interrupt would let the work go on for ever."""
+    processes = start_instead(["sleep", "600"])
+    renderer, posted, ended = Renderer("model", None), list[Answered](), queue.SimpleQueue[type[Exception]]()
+
+    def handle(_: list[Work]) -> list[Envelope]:
+        with tracing(departure), pytest.raises(PromptError) as raised:
+            renderer.encode(echoed([1]))
+        ended.put(raised.type)
+        return [("engine", Shutdown())]
+
+    def begin() -> None:
+        lane.put(Encode(call_id=1, frontend=0, prompt=echoed([1])))
+
+    lane = Lane("large chats", handle, posted.append, renderer)
+    departure = AtLine(0, lambda: None)
+    begin()
+    until(lambda: departure.function == "_exactly")  # it waits for the answer, or will soon
+    time.sleep(0.1)
+    lines = departure.seen
+    assert lines > 10
+    leave(lane)
+    ended.get(timeout=DEADLINE_S)
+    for n in range(1, lines + 1):
+        departure = AtLine(n, lambda: leave(lane))
+        begin()
+        ended.get(timeout=DEADLINE_S)
+        assert departure.seen >= n, "it was not begun"
+        assert all(process.returncode is not None for process in processes)
+        assert len(processes) <= n, "one was started for nobody"
+    assert not posted

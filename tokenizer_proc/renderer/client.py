@@ -24,7 +24,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Renderer:
-    """Used by one thread; only `interrupt` may be called by others."""
+    """Used by one thread; only `begin` and `interrupt` may be called by others."""
 
     def __init__(self, model: str, chat_template: str | None) -> None:
         arguments = [model] if chat_template is None else [model, chat_template]
@@ -33,23 +33,22 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._interrupted = False
 
+    def begin(self) -> None:
+        """What is interrupted from now on is the next `encode`."""
+        self._interrupted = False
+
     def encode(self, prompt: msgspec.Raw) -> list[int]:
         """`prompt`: an encoded `Prompt`. Raises `PromptError` with what the client should be told."""
-        self._interrupted = False
         for _ in range(_ATTEMPTS):
             try:
                 reply = self._exchange(prompt)
-            except OSError as error:
+                break
+            except (OSError, EOFError) as error:
                 logger.info("the rendering process failed: %s", error)
-                reply = None
+                self.close()
             except BaseException:  # a reply that nobody reads would be taken for the next one's
                 self.close()
                 raise
-            if reply is not None:
-                break
-            self.close()
-            if self._interrupted:
-                raise PromptError("nobody waits for this prompt")
         else:
             raise PromptError("messages take more than can be processed now", "messages", "overloaded", 503)
         if reply.error is not None:
@@ -57,7 +56,7 @@ class Renderer:
         return unpack_ids(reply.ids)
 
     def interrupt(self) -> None:
-        """Let an `encode` in another thread fail."""
+        """Let the `encode` in another thread fail, or the one that has not been called since `begin`."""
         self._interrupted = True
         if (process := self._process) is not None:
             process.kill()
@@ -69,15 +68,22 @@ class Renderer:
             with process:  # closes the pipes and waits
                 process.kill()
 
-    def _exchange(self, prompt: msgspec.Raw) -> Reply | None:
-        """None: the process has ended."""
+    def _exchange(self, prompt: msgspec.Raw) -> Reply:
+        """Raises OSError or EOFError if the process has ended."""
+        self._check_wanted()
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
                 self._command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
             )
+            self._check_wanted()  # an interrupt had nothing to kill before
         assert process.stdin is not None
         assert process.stdout is not None
         write_frame(process.stdin, memoryview(prompt))
-        data = read_frame(process.stdout)
-        return None if data is None else self._decoder.decode(data)
+        if (data := read_frame(process.stdout)) is None:
+            raise EOFError("it has ended")
+        return self._decoder.decode(data)
+
+    def _check_wanted(self) -> None:
+        if self._interrupted:
+            raise PromptError("nobody waits for this prompt")
