@@ -18,6 +18,7 @@ from tokenizer_proc.lanes import Lanes
 from tokenizer_proc.load import load_text_model
 from tokenizer_proc.model import TextModel
 from tokenizer_proc.renderer.client import Renderer
+from tokenizer_proc.renderer.handover import pack_model
 
 
 def main(config: TokenizerProcessConfig, child: Child) -> None:
@@ -32,7 +33,7 @@ def main(config: TokenizerProcessConfig, child: Child) -> None:
     gc.collect()
     gc.freeze()  # the vocabulary lives as long as the process
     with Receiver[Any](config.endpoints.tokenizers[config.index], TokenizerMessage) as inbox:
-        renderer = Renderer(config.model, config.chat_template)
+        renderer = Renderer(pack_model(model, str(tokenizer_json)))
         lanes = Lanes(
             TokenizerActor(model, child.recorder),
             TokenizerActor(other, child.recorder),

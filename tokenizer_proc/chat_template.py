@@ -62,13 +62,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """`variables`: special tokens by name (bos_token, ...), visible to the template."""
-        self._source = source
-        self._variables = dict(variables)
+        self.source = source
+        self.variables = dict(variables)
         self._jinja = Jinja(source)
         self._fast = self._agreeing_minijinja()
 
     def copy(self) -> ChatTemplate:
-        return ChatTemplate(self._source, self._variables)
+        return ChatTemplate(self.source, self.variables)
 
     @property
     def engine(self) -> str:
@@ -100,7 +100,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if prompt.continue_final_message else text
 
     def _render(self, variables: dict[str, Any]) -> str:
-        variables = self._variables | variables
+        variables = self.variables | variables
         if self._fast is not None:
             try:
                 return self._fast.render(variables)
@@ -113,18 +113,18 @@ class ChatTemplate:
     def _agreeing_minijinja(self) -> TemplateEngine | None:
         """MiniJinja if it renders a set of typical conversations exactly as jinja2 does."""
         try:
-            expected = [_outcome(self._jinja, self._variables | probe) for probe in _PROBES]
+            expected = [_outcome(self._jinja, self.variables | probe) for probe in _PROBES]
         except LimitError as error:
             log.warning("the chat template looks hostile: %s", error)
             return None
         if self._jinja.needs_strict or all(text is None for text in expected):
             return None
         try:
-            fast = MiniJinja(self._source)
+            fast = MiniJinja(self.source)
         except Exception as error:
             log.info("minijinja cannot compile the chat template (%s), using jinja2", error)
             return None
-        if [_outcome(fast, self._variables | probe) for probe in _PROBES] != expected:
+        if [_outcome(fast, self.variables | probe) for probe in _PROBES] != expected:
             log.info("minijinja and jinja2 differ on the chat template, using jinja2")
             return None
         return fast

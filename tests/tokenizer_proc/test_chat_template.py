@@ -71,7 +71,7 @@ def reference(source: str) -> PreTrainedTokenizerFast:
 def test_parity_with_transformers_on_both_engines(
     smollm2: TextModel, rich: bool, tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]]
 ) -> None:
-    source = RICH if rich else template_of(smollm2)._source
+    source = RICH if rich else template_of(smollm2).source
     template = ChatTemplate(source, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
     assert template.engine == "minijinja"
     for generation in (True, False):
@@ -80,7 +80,7 @@ def test_parity_with_transformers_on_both_engines(
         )
         prompt = ChatPrompt(messages, tools, generation, template_kwargs={"thinking": False})
         assert template.render(prompt) == expected
-        only_jinja = ChatTemplate(source, template._variables)
+        only_jinja = ChatTemplate(source, template.variables)
         only_jinja._fast = None
         assert only_jinja.render(prompt) == expected
 
@@ -88,7 +88,7 @@ def test_parity_with_transformers_on_both_engines(
 @pytest.mark.parametrize("end", ["It is ", "It is", "It\n is\n\n"])
 @pytest.mark.parametrize("rich", [False, True])
 def test_continuing_a_message_as_transformers_does(smollm2: TextModel, rich: bool, end: str) -> None:
-    source = RICH if rich else template_of(smollm2)._source
+    source = RICH if rich else template_of(smollm2).source
     messages = [USER, {"role": "assistant", "content": end}]
     expected = reference(source).apply_chat_template(messages, continue_final_message=True, tokenize=False)
     template = ChatTemplate(source, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})

@@ -17,9 +17,20 @@ from tokenizers import Tokenizer
 from ipc.channel import Receiver, Sender
 from ipc.codec import pack_prompt
 from ipc.config import Endpoints, TokenizerProcessConfig
-from ipc.messages import EngineMessage, Generate, Ready, Shutdown, StartFailed, Submit, SupervisorMessage, TextPrompt
+from ipc.messages import (
+    ChatPrompt,
+    EngineMessage,
+    Generate,
+    Ready,
+    Shutdown,
+    StartFailed,
+    Submit,
+    SupervisorMessage,
+    TextPrompt,
+)
 from ipc.sampling import SamplingParams
 from tokenizer_proc.encode import from_bytes
+from tokenizer_proc.lanes import LARGE_CHAT_BYTES, size_of
 
 ROOT = Path(__file__).parents[2]
 Process = tuple["subprocess.Popen[bytes]", Endpoints, Any]
@@ -70,6 +81,28 @@ def test_serves_a_request(start: Callable[[Path], Any], hf_directory: Callable[.
             assert left.decode(from_bytes(generate.prompt_ids)) == "hello 你好"
             sender.send(Shutdown())
             assert process.wait(60) == 0
+
+
+def test_chats_of_all_sizes_get_the_template_that_was_loaded(
+    start: Callable[[Path], Any], hf_directory: Callable[..., Path]
+) -> None:
+    """Whatever becomes of the model's files while the server runs: large ones are rendered by another process."""
+    path = hf_directory(tokenizer_config={"chat_template": "first{{ messages[0].content }}"})
+    small, large = ([{"role": "user", "content": "x"}] * count for count in (1, LARGE_CHAT_BYTES // 10))
+    with start(path) as (_, ends, _), Receiver[Any](ends.engine, EngineMessage) as engine:
+        (path / "chat_template.jinja").write_text("second")
+        (path / "tokenizer.json").unlink()
+        with closing(Sender(ends.tokenizers[0])) as sender:
+            prompts = []
+            for messages in (small, large):
+                prompt = pack_prompt(ChatPrompt(messages))
+                submit = Submit(request_ids=[1], frontend=0, prompt=prompt, sampling=SamplingParams(), arrival=0)
+                assert size_of(submit) == ("short" if messages is small else "large")
+                sender.send(submit)
+                assert engine.wait(60)
+                prompts += [message.prompt_ids for message in engine.drain()]
+            sender.send(Shutdown())
+    assert prompts[0] == prompts[1]
 
 
 def test_unusable_model_is_a_plain_reason(start: Callable[[Path], Any], tmp_path: Path) -> None:

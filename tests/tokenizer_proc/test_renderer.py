@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ipc.codec import pack_prompt
-from ipc.messages import Abort, ChatPrompt, Encode, Encoded, Generate, Rejected, Submit
+from ipc.messages import Abort, ChatPrompt, Encode, Encoded, Error, Generate, Rejected, Submit
 from ipc.sampling import SamplingParams
 from tokenizer_proc import lane
 from tokenizer_proc.actor import TokenizerActor
@@ -23,6 +23,7 @@ from tokenizer_proc.lane import Answered
 from tokenizer_proc.lanes import LARGE_CHAT_BYTES, Lanes
 from tokenizer_proc.model import TextModel
 from tokenizer_proc.renderer.client import Renderer
+from tokenizer_proc.renderer.handover import pack_model
 
 DEADLINE_S = 120.0
 USER = {"role": "user", "content": "größer 你好 🙂"}
@@ -30,8 +31,9 @@ LARGE = ChatPrompt([USER] * (LARGE_CHAT_BYTES // 20), tools=[{"name": "f", "para
 
 
 @pytest.fixture
-def renderer(smollm2_path: Path) -> Iterator[Renderer]:
-    renderer = Renderer(str(smollm2_path), None)
+def renderer(smollm2: TextModel, tmp_path: Path) -> Iterator[Renderer]:
+    smollm2.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    renderer = Renderer(pack_model(smollm2, str(tmp_path / "tokenizer.json")))
     yield renderer
     renderer.close()
     assert not children()
@@ -79,19 +81,26 @@ def test_a_killed_process_is_started_again(smollm2: TextModel, renderer: Rendere
         assert renderer.encode(prompt) == expected
 
 
-def test_one_that_cannot_start_costs_the_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Renderer(str(tmp_path / "none"), None)
-    with pytest.raises(PromptError) as refused:
-        missing.encode(pack_prompt(LARGE))
-    assert (refused.value.error.status, refused.value.error.code) == (503, "overloaded")
+def test_one_that_cannot_start_costs_the_request_alone(
+    smollm2: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = Renderer(pack_model(smollm2, str(tmp_path / "none")))
+
+    def refused() -> Error:
+        with pytest.raises(PromptError) as refused:
+            missing.encode(pack_prompt(LARGE))
+        return refused.value.error
 
     def fail(*_: object, **__: object) -> None:
         raise BlockingIOError("no more processes")
 
+    no_file = refused()
+    assert (no_file.status, no_file.code) == (503, "overloaded")
+    assert "does not start" in no_file.message
+    assert "No such file" in caplog.text
     monkeypatch.setattr("subprocess.Popen", fail)
-    with pytest.raises(PromptError) as refused:
-        missing.encode(pack_prompt(LARGE))
-    assert refused.value.error.status == 503
+    assert refused() == no_file
+    assert "no more processes" in caplog.text
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from tokenizer_proc.renderer import client
 from tokenizer_proc.renderer.client import Renderer, Reply
 
 DEADLINE_S = 30.0
+MODEL = msgspec.msgpack.encode(Reply())  # which `cat` answers with a reply
 Processes = list[subprocess.Popen[bytes]]
 StartInstead = Callable[[list[str]], Processes]
 
@@ -33,14 +35,15 @@ class AtLine:
 
     def __init__(self, n: int, act: Callable[[], None]) -> None:
         self._n, self._act = n, act
-        self.seen, self.function = 0, ""
+        self.seen, self.answers = 0, 0  # how many lines, and answers waited for
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> AtLine | None:
         code = frame.f_code
         if code.co_filename not in (client.__file__, frames.__file__) or code.co_name == "close":
             return None
+        self.answers += event == "call" and code.co_name == "read_frame"
         if event == "line":
-            self.seen, self.function = self.seen + 1, code.co_name
+            self.seen += 1
             if self.seen == self._n:
                 self._act()
         return self
@@ -93,7 +96,7 @@ def test_whatever_fails_nobody_gets_the_ids_of_another(start_instead: StartInste
     n, reached = 0, True
     while reached:
         n, reached = n + 1, False
-        renderer = Renderer("model", None)
+        renderer = Renderer(MODEL)
         for ids in ([1, 2], [3]):  # of a process just started, and of one that has answered
             fault = AtLine(n, fail)
             with tracing(fault), contextlib.suppress(MemoryError):
@@ -106,10 +109,13 @@ def test_whatever_fails_nobody_gets_the_ids_of_another(start_instead: StartInste
 
 
 @pytest.mark.parametrize("leave", [lambda lane: lane.drop(frozenset([1])), Lane.close], ids=["drop", "close"])
-def test_whenever_its_client_leaves_the_work_ends(start_instead: StartInstead, leave: Callable[[Lane], None]) -> None:
+def test_whenever_its_client_leaves_the_work_ends(
+    start_instead: StartInstead, leave: Callable[[Lane], None], tmp_path: Path
+) -> None:
     """The process never answers: a lost interrupt would let the work go on for ever."""
-    processes = start_instead(["sleep", "600"])
-    renderer, posted, ended = Renderer("model", None), list[Answered](), queue.SimpleQueue[type[Exception]]()
+    (tmp_path / "ready").write_bytes(frames.frame(MODEL))
+    processes = start_instead(["sh", "-c", 'cat "$0"; exec sleep 600', str(tmp_path / "ready")])
+    renderer, posted, ended = Renderer(MODEL), list[Answered](), queue.SimpleQueue[type[Exception]]()
 
     def handle(_: list[Work]) -> list[Envelope]:
         with tracing(departure), pytest.raises(PromptError) as raised:
@@ -123,7 +129,7 @@ def test_whenever_its_client_leaves_the_work_ends(start_instead: StartInstead, l
     lane = Lane("large chats", handle, posted.append, renderer)
     departure = AtLine(0, lambda: None)
     begin()
-    until(lambda: departure.function == "_exactly")  # it waits for the answer, or will soon
+    until(lambda: departure.answers == 2)  # it waits for the second, or will soon
     time.sleep(0.1)
     lines = departure.seen
     assert lines > 10

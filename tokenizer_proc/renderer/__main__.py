@@ -1,4 +1,6 @@
-"""`python -m tokenizer_proc.renderer MODEL [CHAT_TEMPLATE]`: prompts on standard input to ids on standard output.
+"""`python -m tokenizer_proc.renderer`: prompts on standard input to ids on standard output.
+
+    model ─▶ an empty reply, or why it cannot be loaded · prompt ─▶ reply · prompt ─▶ reply · ...
 
 Started by a tokenizer when it needs it, ended by it when it does not. Its death costs the prompt that it works on.
 """
@@ -8,30 +10,36 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 
 import msgspec
 from setproctitle import setproctitle
 
 from ipc.codec import pack_ids, unpack_prompt
-from ipc.errors import UserError
 from ipc.frames import read_frame, write_frame
+from ipc.messages import Error
 from tokenizer_proc.encode import encode_prompt
 from tokenizer_proc.errors import explained
-from tokenizer_proc.load import load_text_model
 from tokenizer_proc.model import TextModel
 from tokenizer_proc.renderer.client import Reply
+from tokenizer_proc.renderer.handover import unpack_model
 
 _NICE = 10  # as the lanes
 
 
-def main(model_path: str, chat_template: str | None) -> None:
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle("gapless: renderer")
     os.nice(_NICE)
     with os.fdopen(0, "rb", 0) as source, os.fdopen(os.dup(1), "wb", 0) as sink:
         os.dup2(2, 1)  # nothing that a library prints may get between the frames
-        model = load_text_model(model_path, chat_template).warm_up()
+        if (handed := read_frame(source)) is None:
+            return
+        try:
+            model = unpack_model(handed).warm_up()
+        except Exception as error:  # bare ones of libraries among them
+            write_frame(sink, msgspec.msgpack.encode(Reply(error=Error(500, str(error)))))
+            return
+        write_frame(sink, msgspec.msgpack.encode(Reply()))
         while (prompt := read_frame(source)) is not None:
             write_frame(sink, msgspec.msgpack.encode(answer(model, prompt)))
 
@@ -45,7 +53,4 @@ def answer(model: TextModel, prompt: bytes | bytearray) -> Reply:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):  # the tokenizer is gone
-        try:
-            main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
-        except UserError as error:  # the model was there when the tokenizer started
-            sys.exit(str(error))
+        main()

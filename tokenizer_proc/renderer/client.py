@@ -16,6 +16,7 @@ from tokenizer_proc.errors import PromptError
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 2
+_COMMAND = (sys.executable, "-P", "-m", "tokenizer_proc.renderer")
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -26,9 +27,9 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 class Renderer:
     """Used by one thread; only `begin` and `interrupt` may be called by others."""
 
-    def __init__(self, model: str, chat_template: str | None) -> None:
-        arguments = [model] if chat_template is None else [model, chat_template]
-        self._command = [sys.executable, "-P", "-m", "tokenizer_proc.renderer", *arguments]
+    def __init__(self, model: bytes) -> None:
+        """`model`: from `pack_model`."""
+        self._model = model
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._process: subprocess.Popen[bytes] | None = None
         self._interrupted = False
@@ -71,16 +72,32 @@ class Renderer:
     def _exchange(self, prompt: msgspec.Raw) -> Reply:
         """Raises OSError or EOFError if the process has ended."""
         self._check_wanted()
-        process = self._process
-        if process is None:
-            process = self._process = subprocess.Popen(
-                self._command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+        if self._process is None:
+            self._start()
+        return self._ask(memoryview(prompt))
+
+    def _start(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                _COMMAND, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
             )
             self._check_wanted()  # an interrupt had nothing to kill before
-        assert process.stdin is not None
-        assert process.stdout is not None
-        write_frame(process.stdin, memoryview(prompt))
-        if (data := read_frame(process.stdout)) is None:
+            reply = self._ask(self._model)
+            problem = reply.error and reply.error.message
+        except (OSError, EOFError) as error:
+            self._check_wanted()
+            problem = str(error)
+        if problem is not None:
+            logger.warning("cannot start the process that renders large messages: %s", problem)
+            message = "large messages cannot be processed now: the process that renders them does not start"
+            raise PromptError(message, "messages", "overloaded", 503)
+
+    def _ask(self, frame: bytes | memoryview) -> Reply:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        write_frame(self._process.stdin, frame)
+        if (data := read_frame(self._process.stdout)) is None:
             raise EOFError("it has ended")
         return self._decoder.decode(data)
 
