@@ -7,8 +7,8 @@ import torch
 from engine_core.attention.cpu import CpuAttention
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_elementwise import fixed_point
-from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES
-from engine_core.kernels.cpu_linear import PackedLinear
+from engine_core.kernels.cpu_layout import BLOCK
+from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
 from engine_core.kernels.cpu_program import Launch
 from engine_core.layers.norm import RMSNorm
 from engine_core.models.config import ModelConfig
@@ -30,15 +30,14 @@ class Stages:
         self.launches: list[Launch] = []
         self.total = torch.empty(capacity, config.hidden_size)
         self._heads = torch.empty(capacity, config.num_heads * config.head_dim)  # what attention gives
-        self._inputs = torch.empty(capacity, max(linear.in_features for linear in linears))  # of a product
+        self._inputs = torch.empty(max(_input_size(linear, capacity) for linear in linears))  # of a product
         self._results = torch.empty(capacity, max(linear.width for linear in linears))
         self._width, self._bias = 0, 0  # of the last product's results
 
     def product(self, linear: PackedLinear, x: torch.Tensor | None = None, out: torch.Tensor | None = None) -> None:
         """The inputs that lie ready, or float `x`, times the weights. The bias is left to the next stage."""
-        stride = linear.in_features // BLOCK * X_BLOCK_BYTES if linear.rounds else linear.in_features
         inputs, results = (self._inputs if x is None else x), (self._results if out is None else out)
-        self._add(*linear.product(NEW, inputs.data_ptr(), stride, results.data_ptr()), least=1)
+        self._add(*linear.product(NEW, inputs.data_ptr(), linear.in_features, results.data_ptr()), least=1)
         self._width, self._bias = linear.width, _address(linear.bias)
 
     def norm(self, norm: RMSNorm, consumer: PackedLinear, add: bool = True) -> None:
@@ -96,6 +95,11 @@ class Stages:
 
     def _add(self, kernel: int, args: tuple[int, ...], least: int = SHARED) -> None:
         self.launches.append(Launch(kernel, args, least))
+
+
+def _input_size(linear: PackedLinear, rows: int) -> int:
+    """Floats."""
+    return rounded_bytes(rows, linear.in_features) // 4 if linear.rounds else rows * linear.in_features
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES
+from engine_core.kernels.cpu_layout import BLOCK, TASK_ROWS, X_STEP
 from engine_core.kernels.cpu_source.compiler import floats, int64s, next_task, smaller
-from engine_core.kernels.cpu_source.dot import quantize_gated, quantize_normed
+from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_normed, rounded_row
 from engine_core.kernels.cpu_source.vector import row_max, silu_multiply, square_sum
 
-ROWS = 2  # rows in a task
 PIECE = 512  # values whose largest is looked for at once
 
 
@@ -41,10 +40,10 @@ def add_rms_norm() -> Callable[[Any], None]:
         out, rounded, offset, index = args[11], args[12], args[13], int64s(args[14])
         blocks = columns // BLOCK
         while True:
-            first = next_task(args) * ROWS
+            first = next_task(args) * TASK_ROWS
             if first >= rows:
                 break
-            for row in range(first, smaller(first + ROWS, rows)):
+            for row in range(first, smaller(first + TASK_ROWS, rows)):
                 address = x + (row if args[14] == 0 else index[row]) * x_stride * 4
                 values = floats(address)
                 if residual != 0:
@@ -64,10 +63,10 @@ def add_rms_norm() -> Callable[[Any], None]:
                     for i in range(columns):
                         normed[i] = values[i] * scale * weight[i]
                     continue
-                target = rounded + row * blocks * X_BLOCK_BYTES
+                target = rounded_row(rounded, row, blocks)
                 for block in range(blocks):
                     at = block * BLOCK * 4
-                    quantize_normed(address + at, scale, args[8] + at, target + block * X_BLOCK_BYTES, offset)
+                    quantize_normed(address + at, scale, args[8] + at, target + block * X_STEP, offset)
 
     return kernel
 
@@ -107,10 +106,10 @@ def rotate() -> Callable[[Any], None]:
     def kernel(args: Any) -> None:
         tokens, x, x_stride, heads, half = args[1], args[2], args[3], args[7], args[8] // 2
         while True:
-            first = next_task(args) * ROWS
+            first = next_task(args) * TASK_ROWS
             if first >= tokens:
                 break
-            for token in range(first, smaller(first + ROWS, tokens)):
+            for token in range(first, smaller(first + TASK_ROWS, tokens)):
                 cos, sin = floats(args[4] + token * half * 4), floats(args[5] + token * half * 4)
                 for head in range(heads):
                     source = floats(x + (token * x_stride + head * half * 2) * 4)
@@ -128,10 +127,10 @@ def silu_and_mul() -> Callable[[Any], None]:
         out, rounded, offset = args[6], args[7], args[8]
         blocks = columns // BLOCK
         while True:
-            first = next_task(args) * ROWS
+            first = next_task(args) * TASK_ROWS
             if first >= rows:
                 break
-            for row in range(first, smaller(first + ROWS, rows)):
+            for row in range(first, smaller(first + TASK_ROWS, rows)):
                 gate = x + row * x_stride * 4
                 up = gate + columns * 4
                 if args[4] != 0:
@@ -141,10 +140,10 @@ def silu_and_mul() -> Callable[[Any], None]:
                 if rounded == 0:
                     silu_multiply(gate, up, out + row * columns * 4, columns // 8)
                     continue
-                target = rounded + row * blocks * X_BLOCK_BYTES
+                target = rounded_row(rounded, row, blocks)
                 for block in range(blocks):
                     at = block * BLOCK * 4
-                    quantize_gated(gate + at, up + at, target + block * X_BLOCK_BYTES, offset)
+                    quantize_gated(gate + at, up + at, target + block * X_STEP, offset)
 
     return kernel
 

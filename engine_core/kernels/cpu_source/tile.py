@@ -55,15 +55,17 @@ class Emit:
     def put(self, value: Any, address: Any, offset: int) -> None:
         self.b.store(value, self._pointer(address, offset, value.type), align=_alignment(value.type))
 
-    def prefetch(self, address: Any, offset: int) -> None:
-        """Have the cache line at `address + offset` bytes come from memory."""
+    def prefetch(self, address: Any, offset: int, near: bool = True) -> None:
+        """Have the cache line at `address + offset` bytes come from memory, not only to the second-level cache."""
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), *[_I32] * 3])
         function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
-        read_data_to_keep = [ir.Constant(_I32, value) for value in (0, 3, 1)]
-        self.b.call(function, [self._pointer(address, offset, _I8), *read_data_to_keep])
+        read, locality, data = (ir.Constant(_I32, value) for value in (0, 3 if near else 2, 1))
+        self.b.call(function, [self._pointer(address, offset, _I8), read, locality, data])
 
     def _pointer(self, address: Any, offset: int, kind: Any) -> Any:
-        return self.b.inttoptr(self.b.add(address, self.const(offset)), kind.as_pointer())
+        """Steps from a pointer become part of an instruction; sums of integers would be kept in registers."""
+        start = self.b.inttoptr(address, _I8.as_pointer())
+        return self.b.bitcast(self.b.gep(start, [self.const(offset)]), kind.as_pointer())
 
     def const(self, value: int) -> Any:
         return ir.Constant(_I64, value)
