@@ -69,12 +69,12 @@ class Stages:
         s = attention.spec
         shape = (s.num_heads, s.num_kv_heads, s.head_dim, s.block_size)
         given = (self._results.data_ptr(), self._width, self._bias, *weights)
-        self._add(kernel("attention:enter"), (*[NEW] * 5, *given, *attention.pools[layer], *shape))
+        self._add(attention.enter_kernel, (*[NEW] * 5, *given, *attention.pools[layer], *shape))
 
     def attend(self, layer: int, attention: CpuAttention, consumer: PackedLinear) -> None:
         """Attend with Q as it lies in the last product, then multiply with `consumer`."""
         args = attention.layer_args(layer, self._results.data_ptr(), self._width, self._heads.data_ptr())
-        self._add(kernel("attention:attend"), (*[NEW] * 5, *args), least=1)
+        self._add(attention.attend_kernel, (*[NEW] * 5, *args), least=1)
         if not consumer.rounds:
             self.product(consumer, self._heads)
             return

@@ -18,8 +18,9 @@ from numba.extending import intrinsic
 
 from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, X_STEP, WeightFormat
 from engine_core.kernels.cpu_memory import CACHE_LINE
-from engine_core.kernels.cpu_source.rounding import LANES, MAGIC, MAGIC_BITS, SCALE, SCALED_SUM, START
+from engine_core.kernels.cpu_source.rounding import MAGIC, MAGIC_BITS, SCALE, SCALED_SUM, START
 from engine_core.kernels.cpu_source.tile import Emit
+from engine_core.kernels.cpu_source.vector import LANES
 
 STEP = 4  # inputs that one lane multiplies at once
 VECTOR_BYTES = LANES * STEP  # of integers, and of floats

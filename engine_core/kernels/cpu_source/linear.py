@@ -8,8 +8,9 @@ from typing import Any
 from engine_core.kernels.cpu_layout import BLOCK, CHUNK, GROUP, TASK_ROWS, X_STEP, WeightFormat
 from engine_core.kernels.cpu_source.compiler import next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import LANES, quantize_block, rounded_row
+from engine_core.kernels.cpu_source.rounding import quantize_block, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
+from engine_core.kernels.cpu_source.vector import LANES
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache
 PANEL = 9  # blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache

@@ -12,16 +12,14 @@ from numba.extending import intrinsic
 
 from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP
 from engine_core.kernels.cpu_source.tile import Emit
-from engine_core.kernels.cpu_source.vector import silu_product
+from engine_core.kernels.cpu_source.vector import LANES, silu_product
 
-LANES = 16  # floats in a vector
 SCALE, SCALED_SUM, START = BLOCK, BLOCK + 4, BLOCK + 8  # where in a block of rounded inputs
 MAGIC = 1.5 * 2**23  # added to a small float, it leaves no bits behind the point
 MAGIC_BITS = 0x4B400000
 
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _SMALLEST = 1e-30  # a block of smaller values counts as zeros: the inverse of its scale might be infinite
-_EIGHT = ir.VectorType(_F32, 8)
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 
 
@@ -73,9 +71,8 @@ def quantize_gated(typing_context: Any, gate: Any, up: Any, out: Any, offset: An
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         gate, up, out, offset = values
         e = Emit(builder)
-        eights = [silu_product(e, *(e.at(x, 32 * i, _EIGHT) for x in (gate, up))) for i in range(4)]
-        lanes = ir.Constant(_VI32, list(range(LANES)))
-        _quantize(e, [builder.shuffle_vector(*eights[i : i + 2], lanes) for i in (0, 2)], out, offset)
+        halves = [silu_product(e, *(e.at(x, 4 * LANES * half, _VF32) for x in (gate, up))) for half in (0, 1)]
+        _quantize(e, halves, out, offset)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
