@@ -4,8 +4,9 @@
 
 Two variants are compared with `weights="none", dtype="float32"`: the file's own blocks (what `weights="auto"` does),
 and the dequantized weights rounded to int8 anew (what `weights="int8"` does to checkpoints that are not quantized).
-Both round the inputs of every matrix to int8 and keep K and V in half precision. Prints for each text the mean and largest Kullback-Leibler divergence,
-perplexity of both, and how often the most likely token agrees; appends them to bench/results/cpu_quality.jsonl.
+Both round the inputs of every matrix to int8 and keep K and V in half precision. Prints for each text the mean and
+largest Kullback-Leibler divergence, perplexity of both, and how often the most likely token agrees; appends them to
+bench/results/cpu_quality.jsonl.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ X_BLOCK_BYTES = BLOCK + 16
 X_GROUP = 8  # rows of rounded inputs whose blocks lie side by side: the first of all of them, then the second, ...
 X_STEP = X_GROUP * X_BLOCK_BYTES  # from one block of a row to its next
 TASK_ROWS = 4  # rows in a task of what is done row by row: the blocks of as many fill whole cache lines
+STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: it lies in memory, is added to what does, or SiLU(half) * half
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention
 CONTEXT = 64  # positions per step of attention's softmax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_core.kernels.cpu_cache import dot_width, kernel
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, X_GROUP
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, STORE, X_BLOCK_BYTES, X_GROUP
 from engine_core.kernels.cpu_pack import PackedWeight
 from engine_core.kernels.cpu_team import cpu_team
 
@@ -25,9 +25,7 @@ class PackedLinear:
         form = weight.form
         self.rounds = form.bits != 32  # its inputs to int8
         if self.rounds:
-            self._kernel = kernel("linear:integers", form.bits, form.minimum, dot_width() if width is None else width)
-        else:
-            self._kernel = kernel("linear:floats")
+            self._instruction = dot_width() if width is None else width
         self._blocks, self._chunks = weight.data.shape[1], weight.data.shape[0]
         self.width = self._chunks * CHUNK  # of its results in memory, of which the first `out_features` count
 
@@ -60,9 +58,26 @@ class PackedLinear:
 
         The stride is of floats. The bias is left to the caller.
         """
-        given = (x,) if self.rounds else (x, x_stride)
-        weights = self.weight.data.data_ptr()
-        return self._kernel, (rows, *given, weights, self._blocks, self._chunks, out, self.width)
+        if self.rounds:
+            return self._integers(STORE, rows, x, out, self.width, 0)
+        weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
+        return kernel("linear:floats"), (rows, x, x_stride, *weights, out, self.width)
+
+    def added_product(self, rows: int, x: int, total: int, stride: int) -> tuple[int, tuple[int, ...]]:
+        """Of integer weights: product and bias are added to `total` [rows, out_features]."""
+        return self._integers(ADD, rows, x, total, stride, 0, self.bias)
+
+    def gated_product(self, rows: int, x: int, consumer: PackedLinear, out: int) -> tuple[int, tuple[int, ...]]:
+        """Of integer weights: SiLU of the first half times the second, rounded for `consumer`."""
+        return self._integers(GATE, rows, x, out, consumer._blocks, consumer.weight.form.offset, self.bias)
+
+    def _integers(
+        self, result: int, rows: int, x: int, out: int, stride: int, offset: int, bias: torch.Tensor | None = None
+    ) -> tuple[int, tuple[int, ...]]:
+        form, added = self.weight.form, 0 if bias is None else bias.data_ptr()
+        weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
+        code = kernel("linear:integers", form.bits, form.minimum, self._instruction, result)
+        return code, (rows, x, *weights, out, stride, added, offset)
 
 
 def rounded_bytes(rows: int, columns: int) -> int:

@@ -33,9 +33,9 @@ VI32, VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str = "") -> Any:
     """An intrinsic that computes `rows` x `16 * vectors` outputs of a linear layer.
 
-    `tile(x, weights, panel, begin, end, out, out_stride, fetch)`: addresses, blocks, and a stride in floats. Adds the
-    blocks from `begin` to `end` to what lies in `out`, or to 0 if they are the first. `x` is the first of rounded rows
-    of one group, `weights` points at a chunk of a `PackedWeight`.
+    `tile(x, weights, panel, begin, end, sums, fetch)`: addresses and blocks. Adds the blocks from `begin` to `end` to
+    `sums` [rows, 16 * vectors], or to 0 if they are the first. `x` is the first of rounded rows of one group, `weights`
+    points at a chunk of a `PackedWeight`.
 
     Tiles of other rows with the same weights need not unpack them again: one that is to "write" the panel leaves them
     there, `panel_bytes` for each block, and one that is to "read" it takes them from there. Then each of the two has
@@ -44,16 +44,12 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
     fetched = form.block_bytes // 2 if panel else form.block_bytes
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, weights, panel_start, begin, end, out, out_stride, fetch = values
+        x, weights, panel_start, begin, end, out, fetch = values
         e = Emit(builder)
         total = e.accumulators(rows, vectors, LANES)
-        places = [
-            [builder.add(builder.mul(out_stride, e.const(m)), e.const(v * LANES)) for v in range(vectors)]
-            for m in range(rows)
-        ]
         with builder.if_then(builder.icmp_signed(">", begin, e.const(0))):
-            for slot, place in zip(chain(*total), chain(*places), strict=True):
-                builder.store(e.load(out, place, LANES), slot)
+            for number, slot in enumerate(chain(*total)):
+                builder.store(e.at(out, number * VECTOR_BYTES, VF32), slot)
         with cgutils.for_range_slice(builder, begin, end, e.const(1), intp=_I64) as (block, _):
             number = builder.sub(block, begin)
             x_block = builder.add(x, builder.mul(block, e.const(X_STEP)))
@@ -75,13 +71,13 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
                 if panel == "write":
                     unpacked.keep_factors(v, factors)
                 _add_block(e, factors, x_block, [row[v] for row in sums], [row[v] for row in total], width)
-        for slot, place in zip(chain(*total), chain(*places), strict=True):
-            e.store(builder.load(slot), out, place)
+        for number, slot in enumerate(chain(*total)):
+            e.put(builder.load(slot), out, number * VECTOR_BYTES)
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing_context, x, weights, panel, begin, end, out, out_stride, fetch):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 8), codegen
+    def tile(typing_context, x, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 7), codegen
 
     return tile
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, GROUP, TASK_ROWS, X_STEP, WeightFormat
+import numba
+
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, GROUP, STORE, TASK_ROWS, X_STEP, WeightFormat
 from engine_core.kernels.cpu_source.compiler import next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import quantize_block, rounded_row
+from engine_core.kernels.cpu_source.rounding import quantize_block, quantize_gated, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
-from engine_core.kernels.cpu_source.vector import LANES
+from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache
 PANEL = 9  # blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache
+ROW_BYTES = CHUNK * 4  # of sums
 
 
-def integers(bits: int, minimum: bool, width: int) -> Callable[[Any], None]:
-    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride.
+def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Callable[[Any], None]:
+    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset.
+
+    `result`: STORE in `out`; ADD to it, the bias first; or GATE: SiLU of the product's first half, with the bias, times
+    the second, rounded for the next product in `out`, whose rows have `out_stride` blocks.
 
     Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, some blocks at a time. A
     thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
@@ -30,61 +36,95 @@ def integers(bits: int, minimum: bool, width: int) -> Callable[[Any], None]:
     block_bytes, panel_size = form.block_bytes, panel_bytes(vectors)
     half = block_bytes // 2
 
+    finish, parts = _finish(result), 2 if result == GATE else 1
+
     def kernel(args: Any) -> None:
-        rows, x, weights, blocks = args[1], args[2], args[3], args[4]
-        chunks, out, out_stride = args[5], args[6], args[7]
-        panel = stack(PANEL * panel_size)
+        rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
+        out, out_stride, bias, offset = args[6], args[7], args[8], args[9]
+        panel = stack(PANEL * panel_size + parts * ROWS * ROW_BYTES)
+        sums = panel + PANEL * panel_size
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         task = next_task(args)
         while task < tasks:
             following = next_task(args)
-            chunk, first_row = task % chunks, task // chunks * ROWS
+            place, first_row = task % chunks, task // chunks * ROWS
             last_row = smaller(rows, first_row + ROWS)
-            w = weights + chunk * blocks * block_bytes
-            fetch = weights + (following if following < tasks else task) % chunks * blocks * block_bytes
-            fetch_end = fetch + blocks * block_bytes
             all_rows = last_row - first_row
             alone = all_rows == 8 or all_rows == 4 or all_rows <= 2
             size = blocks if alone else PANEL
-            for piece in range((blocks + size - 1) // size):
-                begin, row = piece * size, first_row
-                end = smaller(begin + size, blocks)
-                while row < last_row:
-                    left = last_row - row
-                    count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-                    xr, o = rounded_row(x, row, blocks), out + (row * out_stride + chunk * CHUNK) * 4
-                    if alone:
-                        if count == 8:
-                            alone8(xr, w, panel, begin, end, o, out_stride, fetch)
-                        elif count == 4:
-                            alone4(xr, w, panel, begin, end, o, out_stride, fetch)
-                        elif count == 2:
-                            alone2(xr, w, panel, begin, end, o, out_stride, fetch)
+            for part in range(parts):
+                chunk, ahead = place + part * chunks, place + (part + 1) * chunks
+                if part + 1 == parts:
+                    ahead = (following if following < tasks else task) % chunks
+                w = weights + chunk * blocks * block_bytes
+                fetch = weights + ahead * blocks * block_bytes
+                fetch_end = fetch + blocks * block_bytes
+                for piece in range((blocks + size - 1) // size):
+                    begin, row = piece * size, first_row
+                    end = smaller(begin + size, blocks)
+                    while row < last_row:
+                        left = last_row - row
+                        count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+                        xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + row - first_row) * ROW_BYTES
+                        if alone:
+                            if count == 8:
+                                alone8(xr, w, panel, begin, end, o, fetch)
+                            elif count == 4:
+                                alone4(xr, w, panel, begin, end, o, fetch)
+                            elif count == 2:
+                                alone2(xr, w, panel, begin, end, o, fetch)
+                            else:
+                                alone1(xr, w, panel, begin, end, o, fetch)
+                        elif row == first_row:
+                            if count == 8:
+                                first8(xr, w, panel, begin, end, o, fetch)
+                            elif count == 4:
+                                first4(xr, w, panel, begin, end, o, fetch)
+                            else:
+                                first2(xr, w, panel, begin, end, o, fetch)
                         else:
-                            alone1(xr, w, panel, begin, end, o, out_stride, fetch)
-                    elif row == first_row:
-                        if count == 8:
-                            first8(xr, w, panel, begin, end, o, out_stride, fetch)
-                        elif count == 4:
-                            first4(xr, w, panel, begin, end, o, out_stride, fetch)
-                        else:
-                            first2(xr, w, panel, begin, end, o, out_stride, fetch)
-                    else:
-                        if count == 8:
-                            other8(xr, w, panel, begin, end, o, out_stride, fetch)
-                        elif count == 4:
-                            other4(xr, w, panel, begin, end, o, out_stride, fetch)
-                        elif count == 2:
-                            other2(xr, w, panel, begin, end, o, out_stride, fetch)
-                        else:
-                            other1(xr, w, panel, begin, end, o, out_stride, fetch)
-                    row += count
-                    fetch += (end - begin) * half
-                    if fetch >= fetch_end:
-                        fetch = panel  # anything that is near
+                            if count == 8:
+                                other8(xr, w, panel, begin, end, o, fetch)
+                            elif count == 4:
+                                other4(xr, w, panel, begin, end, o, fetch)
+                            elif count == 2:
+                                other2(xr, w, panel, begin, end, o, fetch)
+                            else:
+                                other1(xr, w, panel, begin, end, o, fetch)
+                        fetch += (end - begin) * half
+                        if fetch >= fetch_end:
+                            fetch = panel  # anything that is near
+                        if end == blocks and part + 1 == parts:
+                            finish(o, row, count, place, chunks, out, out_stride, bias, offset)
+                        row += count
             task = following
 
     return kernel
+
+
+def _finish(result: int) -> Any:
+    """A function that does with the sums of some rows of a chunk what `result` says."""
+    vectors, parts = CHUNK // LANES, 2 if result == GATE else 1
+
+    @numba.njit(inline="always")
+    def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset):  # type: ignore[no-untyped-def]
+        for row in range(first_row, first_row + count):
+            if bias != 0:
+                add_rows(sums, bias + (chunk + (parts - 1) * chunks) * ROW_BYTES, sums, vectors)
+            if result == GATE:
+                gate = sums - ROWS * ROW_BYTES
+                if bias != 0:
+                    add_rows(gate, bias + chunk * ROW_BYTES, gate, vectors)
+                quantize_gated(gate, sums, rounded_row(out, row, out_stride) + chunk * X_STEP, offset)
+            else:
+                target = out + row * out_stride * 4 + chunk * ROW_BYTES
+                if result == ADD:
+                    add_rows(sums, target, target, vectors)
+                else:
+                    copy_row(sums, target, vectors)
+            sums += ROW_BYTES
+
+    return finish
 
 
 def quantize() -> Callable[[Any], None]:

@@ -149,6 +149,21 @@ def add_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def copy_row(typing_context: Any, x: Any, out: Any, vectors: Any) -> Any:
+    """`copy_row(x, out, vectors)`: out = x."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, out, vectors = values
+        e = Emit(builder)
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            at = builder.mul(loop.index, e.const(LANES))
+            e.store(e.load(x, at, LANES), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def scale_row(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, vectors: Any) -> Any:
     """`scale_row(x, scale, weight, out, vectors)`: out = x * scale * weight, which may be the same memory."""
 
