@@ -4,8 +4,9 @@
 
 Two variants are compared with `weights="none", dtype="float32"`: the file's own blocks (what `weights="auto"` does),
 and the dequantized weights rounded to int8 anew (what `weights="int8"` does to checkpoints that are not quantized).
-Both round the inputs of every matrix to int8. Prints for each text the mean and largest Kullback-Leibler divergence,
-perplexity of both, and how often the most likely token agrees; appends them to bench/results/cpu_quality.jsonl.
+Both round the inputs of every matrix to int8 and keep K and V in half precision. Prints for each text the mean and
+largest Kullback-Leibler divergence, perplexity of both, and how often the most likely token agrees; appends them to
+bench/results/cpu_quality.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from engine_core.attention.base import AttentionSpec
-from engine_core.attention.select import make_attention
+from engine_core.attention.select import make_attention, with_half_pool
 from engine_core.batch import make_batch
 from engine_core.layers.linear import WeightsMode
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
@@ -78,9 +79,8 @@ def log_probabilities(
         checkpoint = Dequantized(checkpoint)  # type: ignore[assignment]
     c, cpu = checkpoint.config, torch.device("cpu")
     model = model_class(c.architecture)(ModelBuilder(checkpoint, mode, torch.float32, cpu))
-    attention = make_attention(
-        "auto", AttentionSpec(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.float32, cpu)
-    )
+    spec = AttentionSpec(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.float32, cpu)
+    attention = make_attention("auto", with_half_pool("auto", spec) if mode == "int8" else spec)
     attention.allocate(max(map(len, texts.values())) // 16 + 1)
     out = {}
     for name, ids in texts.items():

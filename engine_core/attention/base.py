@@ -23,14 +23,19 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = ()  # per layer, as in `ModelConfig`; empty if no layer has one
+    kv_dtype: torch.dtype | None = None  # of the KV pool; None: that of Q, K and V
 
     def window(self, layer: int) -> int | None:
         """How many tokens each token of `layer` attends to, itself included; None: all before it."""
         return self.windows[layer] if self.windows else None
 
     @property
+    def pool_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.pool_dtype.itemsize
 
     @property
     def scale(self) -> float:

@@ -1,4 +1,6 @@
-"""Attention by the CPU kernels: exact float32, and the same bits however a request's tokens are batched or chunked."""
+"""Attention by the CPU kernels: in float32, and the same bits however a request's tokens are batched or chunked.
+
+The KV pool is float32 too, or half precision if `kv_dtype` of its spec says so."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
-from engine_core.kernels.cpu_cache import kernel
+from engine_core.kernels.cpu_cache import kernel, tile_vectors
 from engine_core.kernels.cpu_elementwise import fixed_point
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS
 from engine_core.kernels.cpu_team import cpu_team
@@ -23,6 +25,10 @@ class CpuAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        half = spec.pool_dtype == torch.float16
+        self.enter_kernel = kernel("attention:enter", half)
+        self.attend_kernel = kernel("attention:attend", tile_vectors(), half)
+        self._write_kernel = kernel("attention:write", half)
         self.cache = torch.empty(0)
         self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
         self._tasks = np.empty((0, 3), np.int64)
@@ -35,6 +41,7 @@ class CpuAttention:
         return (
             spec.device.type == "cpu"
             and spec.dtype == torch.float32
+            and spec.pool_dtype in (torch.float32, torch.float16)
             and spec.head_dim % GROUP == 0
             and spec.block_size % GROUP == 0
             and CONTEXT % spec.block_size == 0
@@ -43,7 +50,7 @@ class CpuAttention:
     def allocate(self, num_blocks: int) -> None:
         s = self.spec
         shape = (s.num_layers, 2, num_blocks, s.num_kv_heads * s.block_size * s.head_dim)
-        self.cache = zeros(shape, s.dtype, s.device)
+        self.cache = zeros(shape, s.pool_dtype, s.device)
         self.pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self.cache]
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -70,9 +77,9 @@ class CpuAttention:
         team = cpu_team()
         new = (tokens, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), batch.slot_mapping.data_ptr())
         shape = (s.num_kv_heads, s.head_dim, s.block_size)
-        team.run(kernel("attention:write"), (*new, *self.pools[layer], *shape), tokens >= QUERY_ROWS)
+        team.run(self._write_kernel, (*new, *self.pools[layer], *shape), tokens >= QUERY_ROWS)
         args = (*self.step_args(batch), *self.layer_args(layer, q.data_ptr(), q.stride(0), out.data_ptr()))
-        team.run(kernel("attention:attend"), args, not self._small)
+        team.run(self.attend_kernel, args, not self._small)
         return out
 
     def step_args(self, batch: ForwardBatch) -> tuple[int, ...]:

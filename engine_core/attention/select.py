@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -44,12 +45,18 @@ def check_attention(name: str, device: torch.device) -> None:
 
 def make_attention(name: str, spec: AttentionSpec) -> Attention:
     """The implementation `name`, or the best one for the device if it is "auto". The KV pool is not allocated yet."""
-    if name == "auto":
-        name = _best(spec)
-    return IMPLEMENTATIONS[name](spec)
+    return IMPLEMENTATIONS[_choose(name, spec)](spec)
 
 
-def _best(spec: AttentionSpec) -> str:
+def with_half_pool(name: str, spec: AttentionSpec) -> AttentionSpec:
+    """`spec` with a KV pool in half precision, if the implementation `name` can have one beside float32."""
+    half = replace(spec, kv_dtype=torch.float16)
+    return half if _choose(name, half) == "cpu" else spec
+
+
+def _choose(name: str, spec: AttentionSpec) -> str:
+    if name != "auto":
+        return name
     if spec.device.type == "cpu":
         from engine_core.attention.cpu import CpuAttention
 

@@ -1,16 +1,17 @@
-"""One forward pass of a decoder on the CPU as one program of kernels, nine or ten a layer:
+"""One forward pass of a decoder on the CPU as one program of kernels, nine a layer with integer weights:
 
-    norm      add what the last product gave to the residual stream, RMSNorm; round to int8 for integer weights
+    norm      RMSNorm of the residual stream; round to int8
     product   Q, K and V
     enter     biases, QK-norm, RoPE; K and V go to the pool
-    attend    and round, if the weights are integers
-    product   of what attention gave
+    attend
+    round
+    product   of what attention gave, added to the residual stream
     norm      as above
-    product   gate and up
-    gate      SiLU * up; round
-    product   down
+    product   gate and up, SiLU * up; round
+    product   down, added to the residual stream
 
-then the last norm and the logits, of the rows that are sampled. Results are those of `LlamaForCausalLM`, bit for bit.
+Float weights need no rounding, but their products are stored before SiLU or the sum. Then come the last norm and the
+logits, of the rows that are sampled. Results are those of `LlamaForCausalLM`, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
-from engine_core.cpu.stages import ATTEND_STEP, ENTER_STEP, NORM_INDEX, NORM_RESIDUAL, NORM_X, Stages
+from engine_core.cpu.stages import ATTEND_STEP, ENTER_STEP, NORM_INDEX, Stages
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_program import ROWS, Program
 from engine_core.layers.linear import Linear
@@ -56,13 +57,12 @@ class CpuModel:
         of all tokens."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         self._make_room(tokens, rows, int(batch.context_lens.max()))
-        x = self._model.embedding(batch.token_ids)
+        self._total[:tokens] = self._model.embedding(batch.token_ids)
         self._attention.prepare(batch)
         args = self._program.args
         args[:, ROWS] = tokens
         args[self._head, ROWS] = rows
         args[self._head[0], NORM_INDEX] = batch.logits_rows.data_ptr()
-        args[self._first_norms, (NORM_X, NORM_RESIDUAL)] = x.data_ptr()
         where = (batch.positions.data_ptr(), batch.slot_mapping.data_ptr())
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
         args[self._attends, ATTEND_STEP] = self._attention.step_args(batch)
@@ -83,26 +83,21 @@ class CpuModel:
         model, head = self._model, _packed(self._model.lm_head)
         layers = [_linears(layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp) for layer in model.layers]
         stages = Stages(model.config, [linear for linears in layers for linear in linears], capacity)
-        launches, enters, attends, norms = stages.launches, list[int](), list[int](), list[int]()
+        launches, enters, attends = stages.launches, list[int](), list[int]()
         for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, layers, strict=True)):
-            norms.append(len(launches))
-            stages.norm(layer.input_norm, qkv, add=index > 0)
+            stages.norm(layer.input_norm, qkv)
             stages.product(qkv)
             enters.append(len(launches))
             stages.enter(index, self._attention, _qk_norms(layer.attention))
             attends.append(len(launches))
             stages.attend(index, self._attention, output)
-            norms.append(len(launches))
             stages.norm(layer.post_attention_norm, gate_up)
-            stages.product(gate_up)
-            stages.gate(down)
-            stages.product(down)
-        stages.add()
+            stages.mlp(gate_up, down)
         self._head = [len(launches), len(launches) + 1]
-        stages.last_norm(model.norm, head)
+        stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
         stages.product(head, out=logits)
-        self._first_norms, self._enters, self._attends = norms[:2], enters, attends
+        self._enters, self._attends = enters, attends
         self._stages, self._program = stages, Program(launches)
         self._capacity, self._total, self._logits = capacity, stages.total, logits
 

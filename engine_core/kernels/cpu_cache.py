@@ -69,6 +69,12 @@ def dot_width() -> int:
     return 256 if features.get("avxvnni") else 0
 
 
+@cache
+def tile_vectors() -> int:
+    """Vectors of 16 floats in a row of a tile: six rows of them stay in this processor's registers."""
+    return 4 if llvm.get_host_cpu_features().get("avx512f") else 1
+
+
 def _compile(source: str, *parameters: int) -> tuple[str, bytes]:
     """Numba's own cache is no help: it takes vector intrinsics for new ones in every process."""
     compiler = importlib.import_module(f"{SOURCES}.compiler")

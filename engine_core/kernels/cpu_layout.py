@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK = 64  # outputs whose weights lie side by side, the unit of work: one row of input reads them front to back
+CHUNK = 32  # outputs whose weights lie side by side, the unit of work
 BLOCK = 32  # inputs that share a scale
-# A block of rounded inputs: 32 int8, float32 scale, float32 scale * sum of the integers, int32 -offset * sum.
-X_BLOCK_BYTES = BLOCK + 12
+# A block of rounded inputs: 32 int8, float32 scale, float32 scale * sum of the integers, int32 -offset * sum, 4 unused.
+X_BLOCK_BYTES = BLOCK + 16
+X_GROUP = 8  # rows of rounded inputs whose blocks lie side by side: the first of all of them, then the second, ...
+X_STEP = X_GROUP * X_BLOCK_BYTES  # from one block of a row to its next
+TASK_ROWS = 4  # rows in a task of what is done row by row: the blocks of as many fill whole cache lines
+STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: it lies in memory, is added to what does, or SiLU(half) * half
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention
 CONTEXT = 64  # positions per step of attention's softmax
@@ -28,14 +32,19 @@ class WeightFormat:
         return 128 if self.bits == 8 else 8 if self.bits == 4 and not self.minimum else 0
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of all the outputs of a chunk, without scales."""
+    def kinds(self) -> int:
+        """How many half-precision numbers a block has for each output."""
+        return 0 if self.bits == 32 else 2 if self.minimum else 1
+
+    @property
+    def scales_at(self) -> int:
+        """Where in a block of all the outputs of a chunk the integers or floats end, and the scales begin."""
         return CHUNK * BLOCK * self.bits // 8
 
     @property
-    def block_scales(self) -> int:
-        """Scales and minima of one block of all the outputs of a chunk."""
-        return 0 if self.bits == 32 else CHUNK * (2 if self.minimum else 1)
+    def block_bytes(self) -> int:
+        """Of a block of all the outputs of a chunk."""
+        return self.scales_at + self.kinds * CHUNK * 2
 
 
 # The shared state of a team: int64 cells, those that are written often in cache lines of their own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_core.kernels.cpu_cache import dot_width, kernel
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, STORE, X_BLOCK_BYTES, X_GROUP
 from engine_core.kernels.cpu_pack import PackedWeight
 from engine_core.kernels.cpu_team import cpu_team
 
@@ -24,12 +24,8 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         form = weight.form
         self.rounds = form.bits != 32  # its inputs to int8
-        self._weights: tuple[int, ...] = (weight.data.data_ptr(),)
         if self.rounds:
-            self._kernel = kernel("linear:integers", form.bits, form.minimum, dot_width() if width is None else width)
-            self._weights = (*self._weights, weight.scales.data_ptr())
-        else:
-            self._kernel = kernel("linear:floats")
+            self._instruction = dot_width() if width is None else width
         self._blocks, self._chunks = weight.data.shape[1], weight.data.shape[0]
         self.width = self._chunks * CHUNK  # of its results in memory, of which the first `out_features` count
 
@@ -52,14 +48,38 @@ class PackedLinear:
         if not self.rounds:
             self._team.run(*self.product(rows, x.data_ptr(), x.stride(0), out.data_ptr()))
             return
-        rounded = torch.empty(rows, blocks * X_BLOCK_BYTES, dtype=torch.uint8)
+        rounded = torch.empty(rounded_bytes(rows, self.in_features), dtype=torch.uint8)
         args = (rows, x.data_ptr(), x.stride(0), blocks, rounded.data_ptr(), form.offset)
         self._team.run(kernel("linear:quantize"), args, rows * blocks * BLOCK > SMALL)
-        self._team.run(*self.product(rows, rounded.data_ptr(), rounded.stride(0), out.data_ptr()))
+        self._team.run(*self.product(rows, rounded.data_ptr(), 0, out.data_ptr()))
 
     def product(self, rows: int, x: int, x_stride: int, out: int) -> tuple[int, tuple[int, ...]]:
         """The kernel and its arguments for `x`, floats or rounded to int8, and `out` [rows, width], both addresses.
 
-        The bias is left to the caller.
+        The stride is of floats. The bias is left to the caller.
         """
-        return self._kernel, (rows, x, x_stride, *self._weights, self._blocks, self._chunks, out, self.width)
+        if self.rounds:
+            return self._integers(STORE, rows, x, out, self.width, 0)
+        weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
+        return kernel("linear:floats"), (rows, x, x_stride, *weights, out, self.width)
+
+    def added_product(self, rows: int, x: int, total: int, stride: int) -> tuple[int, tuple[int, ...]]:
+        """Of integer weights: product and bias are added to `total` [rows, out_features]."""
+        return self._integers(ADD, rows, x, total, stride, 0, self.bias)
+
+    def gated_product(self, rows: int, x: int, consumer: PackedLinear, out: int) -> tuple[int, tuple[int, ...]]:
+        """Of integer weights: SiLU of the first half times the second, rounded for `consumer`."""
+        return self._integers(GATE, rows, x, out, consumer._blocks, consumer.weight.form.offset, self.bias)
+
+    def _integers(
+        self, result: int, rows: int, x: int, out: int, stride: int, offset: int, bias: torch.Tensor | None = None
+    ) -> tuple[int, tuple[int, ...]]:
+        form, added = self.weight.form, 0 if bias is None else bias.data_ptr()
+        weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
+        code = kernel("linear:integers", form.bits, form.minimum, self._instruction, result)
+        return code, (rows, x, *weights, out, stride, added, offset)
+
+
+def rounded_bytes(rows: int, columns: int) -> int:
+    """The size of inputs rounded to int8: whole groups of rows."""
+    return -(-rows // X_GROUP) * X_GROUP * columns // BLOCK * X_BLOCK_BYTES

@@ -34,8 +34,7 @@ class PackedWeight:
 
     form: WeightFormat
     shape: tuple[int, int]
-    data: torch.Tensor  # uint8 [chunks, blocks, block_bytes]
-    scales: torch.Tensor  # float16 [chunks, blocks, 1 or 2, 64]; empty for plain floats
+    data: torch.Tensor  # uint8 [chunks, blocks, block_bytes]; of a block first the integers or floats, then the scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +69,9 @@ def pack_floats(weight: torch.Tensor) -> PackedWeight:
 
 
 def _allocate(form: WeightFormat, rows: int, columns: int) -> PackedWeight:
-    chunks, blocks, kinds = -(-rows // CHUNK), columns // BLOCK, form.block_scales // CHUNK
+    chunks, blocks = -(-rows // CHUNK), columns // BLOCK
     data = zeros(chunks * blocks * form.block_bytes).view(chunks, blocks, form.block_bytes)
-    scales = zeros(chunks * blocks * kinds * CHUNK * 2).view(torch.float16).view(chunks, blocks, kinds, CHUNK)
-    return PackedWeight(form, (rows, columns), data, scales)
+    return PackedWeight(form, (rows, columns), data)
 
 
 def _pack(
@@ -85,14 +83,14 @@ def _pack(
 ) -> None:
     """Write a matrix into the rows of `packed` from `first_row` on."""
     rows, blocks, count = values.shape
-    kinds = packed.scales.shape[2]
+    kinds = packed.form.kinds
     if kinds == 2 and minima is None:
         minima = np.zeros((rows, blocks), np.float16)
     flip = 0x80808080 if packed.form.bits == 8 else 0  # signed bytes to unsigned ones
     source = (_address(values), *values.strides[:2], _address(scales), *_strides(scales))
     more = (_address(minima), *_strides(minima))
     shape = (first_row, rows, blocks, count * values.itemsize // 4, flip)
-    target = (packed.data.data_ptr(), packed.scales.data_ptr(), kinds)
+    target = (packed.data.data_ptr(), packed.form.block_bytes, kinds)
     cpu_team().run(kernel("pack:pack"), (*source, *more, *shape, *target))
 
 

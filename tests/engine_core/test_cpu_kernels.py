@@ -226,8 +226,10 @@ def test_rotate(dim: int, threads: int) -> None:
     torch.testing.assert_close(cpu_elementwise.rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
-def spec(heads: int, kv_heads: int, dim: int, block_size: int, window: int | None = None) -> AttentionSpec:
-    return AttentionSpec(1, heads, kv_heads, dim, block_size, torch.float32, torch.device("cpu"), (window,))
+def spec(
+    heads: int, kv_heads: int, dim: int, block_size: int, window: int | None = None, pool: torch.dtype | None = None
+) -> AttentionSpec:
+    return AttentionSpec(1, heads, kv_heads, dim, block_size, torch.float32, torch.device("cpu"), (window,), pool)
 
 
 class Sequences:
@@ -274,6 +276,8 @@ class Sequences:
     def expected(self, sequence: int) -> torch.Tensor:
         s = self.shape
         parts = self.qkv[sequence].double().split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 1)
+        if s.pool_dtype == torch.float16:
+            parts = (parts[0], *(part.clamp(-65504, 65504).half().double() for part in parts[1:]))
         q, k, v = (part.transpose(0, 1) for part in parts)
         age = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
         mask = (age >= 0) & (age < (s.window(0) or len(age)))
@@ -281,16 +285,20 @@ class Sequences:
         return out.transpose(0, 1).flatten(1)
 
 
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
 @pytest.mark.parametrize("heads", [(9, 3, 64, 16), (4, 4, 16, 32), (8, 1, 80, 16), (6, 2, 128, 64), (4, 2, 32, 16, 20)])
-def test_attention_of_whole_prompts(heads: tuple[int, ...], threads: int) -> None:
-    sequences = Sequences(spec(*heads), [1, 17, 64, 150])
+def test_attention_of_whole_prompts(heads: tuple[int, ...], pool: torch.dtype, threads: int) -> None:
+    sequences = Sequences(spec(*heads[:4], *(heads[4:] or (None,)), pool), [1, 17, 64, 150])
     for i, out in enumerate(sequences.attend([(i, 0, n) for i, n in enumerate(sequences.lengths)])):
         assert error(out, sequences.expected(i)) < 2e-6
 
 
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 1, 33, 64, 65, 150])
-def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(window: int | None, threads: int) -> None:
-    sequences = Sequences(spec(9, 3, 64, 16, window), [90, 200])
+def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(
+    window: int | None, pool: torch.dtype, threads: int
+) -> None:
+    sequences = Sequences(spec(9, 3, 64, 16, window, pool), [90, 200])
     first, second = sequences.attend([(0, 0, 90), (1, 0, 200)])
     assert error(second, sequences.expected(1)) < 2e-6
     pieces = [0, 1, 7, 64, 80, 81, 150, 199, 200]
@@ -299,6 +307,18 @@ def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(window: int 
     decoded = [sequences.attend([(1, 100 + i, 101 + i), (0, 40 + i, 41 + i)]) for i in range(40)]
     assert torch.equal(torch.cat([step[0] for step in decoded]), second[100:140])
     assert torch.equal(torch.cat([step[1] for step in decoded]), first[40:80])
+
+
+def test_what_half_precision_cannot_hold_becomes_its_largest() -> None:
+    sequences = Sequences(spec(4, 2, 32, 16, None, torch.float16), [40])
+    sequences.qkv[0][20:, 4:] *= 1e5
+    (out,) = sequences.attend([(0, 0, 40)])
+    assert out.isfinite().all()
+    assert error(out, sequences.expected(0)) < 2e-6
+    sequences.qkv[0][3, 6] = math.nan
+    (out,) = sequences.attend([(0, 0, 40)])
+    assert out[3:, :64].isnan().all()
+    assert out[:, 64:].isfinite().all()
 
 
 @pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])

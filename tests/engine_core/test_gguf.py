@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +163,9 @@ def test_smollm2_equals_transformers(smollm2_path: Path, smollm2_reference: Llam
     runner = load(smollm2_path)
     request = scattered_requests([ids], 16, 1024, rng)[0]
     logits = torch.cat([step_logits(runner, [(request, *span)])[0] for span in ((0, 100), (100, 149), (149, 150))])
-    torch.testing.assert_close(logits, reference_logits(smollm2_reference, ids), atol=1e-4, rtol=0)
+    # In float64: transformers in float32 is itself 0.9e-4 from that on this prompt, more than twice as far as we are.
+    exact = reference_logits(copy.deepcopy(smollm2_reference).double(), ids)
+    torch.testing.assert_close(logits.double(), exact, atol=7e-5, rtol=0)
 
 
 def test_metadata_of_smollm2(smollm2_path: Path) -> None:

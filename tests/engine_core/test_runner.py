@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -120,6 +121,10 @@ def test_facts_and_progress(tmp_path: Path) -> None:
     assert facts.num_blocks == 1 + 7  # block 0 holds nothing; 100 tokens need 7 blocks of 16
     assert facts.max_model_len == 112  # what the pool holds
     assert (facts.vocab_size, facts.eos_token_ids) == (320, {4})
+    assert facts.kv_bytes_per_token == 2 * 3 * 2 * 32 * 4
+    _, facts = build_runner(msgspec.structs.replace(config, weights="int8"))
+    assert facts.kv_bytes_per_token == 2 * 3 * 2 * 32 * 2  # K and V in half precision
+    _, facts = build_runner(msgspec.structs.replace(config, weights="int8", attention="torch"))
     assert facts.kv_bytes_per_token == 2 * 3 * 2 * 32 * 4
     fractions = [fraction for phase, fraction in news if phase == "loading weights"]
     assert fractions == sorted(fractions, key=float)

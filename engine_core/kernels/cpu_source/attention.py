@@ -4,9 +4,6 @@ query or to a window of them.
 Each query attends to its context in chunks of `CONTEXT` positions with a running softmax. Chunk borders and the order
 of sums depend only on positions, so a query's result is the same bit for bit whether it is decoded alone, sits in a
 batch, or is one of many in a prompt chunk.
-
-Per layer the pool holds K as [blocks, kv_heads, head_dim, block_size] (a vector is eight positions of one dimension)
-and V as [blocks, kv_heads, block_size, head_dim] (a vector is eight dimensions of one position).
 """
 
 from __future__ import annotations
@@ -19,118 +16,135 @@ import numpy as np
 
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS
 from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, smaller, stack
-from engine_core.kernels.cpu_source.elementwise import rotate_head
-from engine_core.kernels.cpu_source.tile import dense_tile
-from engine_core.kernels.cpu_source.vector import exp_row, prefetch, row_max, square_sum
+from engine_core.kernels.cpu_source.pool import key_writer, value_writer
+from engine_core.kernels.cpu_source.scores import score_tile, value_tile
+from engine_core.kernels.cpu_source.vector import LANES, add_rows, exp_row, rotate_head, row_max, scale_row, square_sum
+
+GROUPS = CONTEXT // GROUP
+PLACES = 2 * GROUPS * 8  # bytes
+MANY = 64  # tokens from which on a task has several: neighbours in a block share cache lines
 
 
-def write() -> Callable[[Any], None]:
-    """Arguments: counter, tokens, k, k_stride, v, v_stride, slots, keys, values, kv_heads, head_dim, block_size."""
+def write(half: bool) -> Callable[[Any], None]:
+    """Arguments: counter, tokens, k, k_stride, v, v_stride, slots, keys, values, kv_heads, head_dim, block_size.
+
+    `half`: the pool is in half precision.
+    """
+    write_key, write_value, item = key_writer(half), value_writer(half), 2 if half else 4
 
     def kernel(args: Any) -> None:
         tokens, k, k_stride, v, v_stride = args[1], args[2], args[3], args[4], args[5]
-        slots, keys, values = int64s(args[6]), floats(args[7]), floats(args[8])
-        kv_heads, head_dim, block_size = args[9], args[10], args[11]
+        slots, keys, values = int64s(args[6]), args[7], args[8]
+        kv_heads, dim, size = args[9], args[10], args[11]
+        step = GROUP if tokens >= MANY else 1
         while True:
-            token = next_task(args)
-            if token >= tokens:
+            first = next_task(args) * step
+            if first >= tokens:
                 break
-            block, offset = slots[token] // block_size, slots[token] % block_size
-            for head in range(kv_heads):
-                start = (block * kv_heads + head) * head_dim * block_size
-                k_row = floats(k + (token * k_stride + head * head_dim) * 4)
-                v_row = floats(v + (token * v_stride + head * head_dim) * 4)
-                for d in range(head_dim):
-                    keys[start + d * block_size + offset] = k_row[d]
-                    values[start + offset * head_dim + d] = v_row[d]
+            for token in range(first, smaller(first + step, tokens)):
+                block, offset = slots[token] // size, slots[token] % size
+                for head in range(kv_heads):
+                    start = (block * kv_heads + head) * dim * size
+                    write_key(k + (token * k_stride + head * dim) * 4, keys + (start + offset) * item, size * item, dim)
+                    write_value(v + (token * v_stride + head * dim) * 4, values + (start + offset * dim) * item, dim)
 
     return kernel
 
 
-def enter() -> Callable[[Any], None]:
+def enter(half: bool) -> Callable[[Any], None]:
     """Arguments: counter, tokens, positions, slots, cos, sin, qkv, its stride, bias, norm of Q, norm of K (each 0 if
     there is none), eps * 2^60, keys, values, heads, kv_heads, head_dim, block_size.
 
-    All that comes between the product and the scores: Q [tokens, heads, head_dim] is turned in place, K and V go to
-    the pool. `cos` and `sin` have a row for each position.
+    All that comes between the product and the scores: Q and K [tokens, heads, head_dim] are turned in place, K and V go
+    to the pool. `cos` and `sin` have a row for each position. `half`: the pool is in half precision.
     """
+    write_key, write_value, item = key_writer(half), value_writer(half), 2 if half else 4
 
     def kernel(args: Any) -> None:
-        tokens, positions, slots, bias = args[1], int64s(args[2]), int64s(args[3]), floats(args[8])
+        tokens, positions, slots, bias = args[1], int64s(args[2]), int64s(args[3]), args[8]
         eps, keys, values = np.float32(args[11] / 2.0**60), args[12], args[13]
         heads, kv_heads, dim, size = args[14], args[15], args[16], args[17]
-        half = dim // 2
+        width = (heads + 2 * kv_heads) * dim
+        step = GROUP if tokens >= MANY else 1
         while True:
-            token = next_task(args)
-            if token >= tokens:
+            first = next_task(args) * step
+            if first >= tokens:
                 break
-            row = args[6] + token * args[7] * 4
-            if args[8] != 0:
-                x = floats(row)
-                for i in range((heads + 2 * kv_heads) * dim):
-                    x[i] += bias[i]
-            angle = positions[token] * half * 4
-            cos, sin = floats(args[4] + angle), floats(args[5] + angle)
-            block, offset = slots[token] // size, slots[token] % size
-            for head in range(heads + kv_heads):
-                address = row + head * dim * 4
-                source = floats(address)
-                weight = args[9] if head < heads else args[10]
-                if weight != 0:
-                    scale = np.float32(1) / np.sqrt(square_sum(address, dim // 8) / np.float32(dim) + eps)
-                    factors = floats(weight)
-                    for i in range(dim):
-                        source[i] = source[i] * scale * factors[i]
-                if head < heads:
-                    rotate_head(source, source, 1, half, cos, sin)
-                else:
-                    start = (block * kv_heads + head - heads) * dim * size + offset
-                    rotate_head(source, floats(keys + start * 4), size, half, cos, sin)
-            for head in range(kv_heads):
-                source = floats(row + (heads + kv_heads + head) * dim * 4)
-                target = floats(values + ((block * kv_heads + head) * size + offset) * dim * 4)
-                for i in range(dim):
-                    target[i] = source[i]
+            for token in range(first, smaller(first + step, tokens)):
+                row = args[6] + token * args[7] * 4
+                if bias != 0:
+                    add_rows(row, bias, row, width // LANES)
+                angle = positions[token] * dim // 2 * 4
+                block, offset = slots[token] // size, slots[token] % size
+                for head in range(heads + kv_heads):
+                    address = row + head * dim * 4
+                    weight = args[9] if head < heads else args[10]
+                    if weight != 0:
+                        scale = np.float32(1) / np.sqrt(square_sum(address, dim // LANES) / np.float32(dim) + eps)
+                        scale_row(address, scale, weight, address, dim // LANES)
+                    rotate_head(address, address, args[4] + angle, args[5] + angle, dim // 2)
+                    if head >= heads:
+                        start = (block * kv_heads + head - heads) * dim * size + offset
+                        write_key(address, keys + start * item, size * item, dim)
+                for head in range(kv_heads):
+                    start = ((block * kv_heads + head) * size + offset) * dim
+                    write_value(row + (heads + kv_heads + head) * dim * 4, values + start * item, dim)
 
     return kernel
 
 
 @numba.njit(inline="always")
-def fetch(pool, table, kv_heads, kv_head, start, stop, size, block_bytes):  # type: ignore[no-untyped-def]
-    """Have K or V of the positions from `start` to `stop` come from memory while something else is computed.
+def locate(places, pool, table, kv_head, start, stop):  # type: ignore[no-untyped-def]
+    """Write down where K and V of a chunk's groups of positions lie, K first. Those beyond `stop` stand for the last:
+    what is computed of them is not used."""
+    keys, values, item, kv_heads, dim, size = pool
+    for group in range(GROUPS):
+        at = smaller(start + group * GROUP, (stop - 1) // GROUP * GROUP)
+        block = (table[at // size] * kv_heads + kv_head) * dim * size
+        places[group] = keys + (block + at % size) * item
+        places[GROUPS + group] = values + (block + at % size * dim) * item
 
-    Blocks lie anywhere in the pool, so the processor does not know which comes next.
-    """
-    for block in range(start // size, (stop + size - 1) // size):
-        address = pool + (table[block] * kv_heads + kv_head) * block_bytes
-        for line in range(block_bytes // 64):
-            prefetch(address + line * 64)
+
+@numba.njit(inline="always")
+def extent(tasks, entry, positions, window):  # type: ignore[no-untyped-def]
+    """The first position of the chunks that a task attends to, and the end of the last."""
+    first, last = tasks[entry + 1], tasks[entry + 1] + tasks[entry + 2] - 1
+    oldest = larger(positions[first] + 1 - window, 0)  # what the task's first query sees
+    return oldest // CONTEXT * CONTEXT, positions[last] + 1
 
 
-def attend() -> Callable[[Any], None]:
+def attend(wide: int, half: bool) -> Callable[[Any], None]:
     """Arguments: counter, num_tasks, tasks, positions, block_tables, table_stride, q, q_stride, out, keys, values,
     heads, kv_heads, head_dim, block_size, scale * 2^60, window.
 
     `tasks` is int64 [num_tasks, 3]: the batch row, its first query token, and how many of them. Each stands for one
-    task per KV head.
+    task per KV head. `wide` is how many vectors of 16 floats a row of a tile has at most; `half`: the pool is in half
+    precision.
+
+    A thread knows its next task before it begins one, so that what comes next is always fetched while something else
+    is computed: V with the scores, K with the sums. Blocks lie anywhere in the pool, so the processor cannot know.
     """
-    score1, score2, score3, score4, score6 = (dense_tile(rows, 2, False) for rows in (1, 2, 3, 4, 6))
-    value1, value2, value3, value4, value6 = (dense_tile(rows, 2, True) for rows in (1, 2, 3, 4, 6))
+    score1, score2, score3, score4, score6 = (score_tile(rows, wide, half) for rows in (1, 2, 3, 4, 6))
+    wide1, wide2, wide3, wide4, wide6 = (value_tile(rows, wide, half) for rows in (1, 2, 3, 4, 6))
+    item = 2 if half else 4
+    value1, value2, value3, value4, value6 = (value_tile(rows, 1, half) for rows in (1, 2, 3, 4, 6))
 
     def kernel(args: Any) -> None:
         num_tasks, tasks, positions, tables = args[1], int64s(args[2]), int64s(args[3]), args[4]
         table_stride, q, q_stride, out = args[5], args[6], args[7], args[8]
         keys, values, heads, kv_heads, dim, size = args[9], args[10], args[11], args[12], args[13], args[14]
         scale, window = np.float32(args[15] / 2.0**60), args[16]
-        shared = heads // kv_heads
+        pool = keys, values, item, kv_heads, dim, size
+        shared, step = heads // kv_heads, size * item
         most = larger(shared, QUERY_ROWS)
-        scratch = stack((2 * dim + CONTEXT + 2) * most * 4)  # of float32, for each of `most` rows:
-        q_at, total_at, scores_at = scratch, scratch + most * dim * 4, scratch + most * dim * 8
+        here = stack((2 * dim + CONTEXT + 2) * most * 4 + 2 * PLACES)
+        ahead = here + PLACES
+        q_at = here + 2 * PLACES  # float32, for each of `most` rows
+        total_at, scores_at = q_at + most * dim * 4, q_at + most * dim * 8
         largest, weight = floats(scores_at + most * CONTEXT * 4), floats(scores_at + most * (CONTEXT + 1) * 4)
-        while True:
-            task = next_task(args)
-            if task >= num_tasks * kv_heads:
-                break
+        task, located = next_task(args), False
+        while task < num_tasks * kv_heads:
+            following = next_task(args)
             kv_head, entry = task % kv_heads, task // kv_heads * 3
             first, count = tasks[entry + 1], tasks[entry + 2]
             table = int32s(tables + tasks[entry] * table_stride * 4)
@@ -142,51 +156,55 @@ def attend() -> Callable[[Any], None]:
                     query[d] = source[d] * scale
                     total[d] = np.float32(0)
                 largest[r], weight[r] = np.float32(-np.inf), np.float32(0)
-            context = positions[first + count - 1] + 1
-            oldest = larger(positions[first] + 1 - window, 0)  # what the task's first query sees
-            begin, block_bytes = oldest // CONTEXT * CONTEXT, dim * size * 4
-            fetch(keys, table, kv_heads, kv_head, begin, smaller(begin + CONTEXT, context), size, block_bytes)
+            begin, context = extent(tasks, entry, positions, window)
+            if not located:
+                locate(int64s(here), pool, table, kv_head, begin, context)
+            located = True
             for start in range(begin, context, CONTEXT):
                 stop = smaller(start + CONTEXT, context)
-                fetch(values, table, kv_heads, kv_head, start, stop, size, block_bytes)
-                for at in range(start, stop, GROUP):  # scores = queries @ keys
-                    block = (table[at // size] * kv_heads + kv_head) * dim * size
-                    k_at = keys + (block + at % size) * 4
+                if stop < context:
+                    locate(int64s(ahead), pool, table, kv_head, stop, context)
+                elif following < num_tasks * kv_heads:
+                    entry = following // kv_heads * 3
+                    table = int32s(tables + tasks[entry] * table_stride * 4)
+                    next_begin, next_context = extent(tasks, entry, positions, window)
+                    locate(int64s(ahead), pool, table, following % kv_heads, next_begin, next_context)
+                groups = (stop - start + GROUP - 1) // GROUP
+                for group in range(0, groups, wide):  # scores = queries @ keys
+                    k_at, v_at = here + group * 8, here + (GROUPS + group) * 8
                     r = 0
                     while r < rows:
-                        a, c = q_at + r * dim * 4, scores_at + (r * CONTEXT + at - start) * 4
+                        a, c = q_at + r * dim * 4, scores_at + (r * CONTEXT + group * GROUP) * 4
                         if rows - r >= 6:
-                            score6(a, dim, k_at, size, dim, c, CONTEXT)
+                            score6(a, dim, k_at, step, v_at, c, CONTEXT)
                             r += 6
                         elif rows - r >= 4:
-                            score4(a, dim, k_at, size, dim, c, CONTEXT)
+                            score4(a, dim, k_at, step, v_at, c, CONTEXT)
                             r += 4
                         elif rows - r >= 3:
-                            score3(a, dim, k_at, size, dim, c, CONTEXT)
+                            score3(a, dim, k_at, step, v_at, c, CONTEXT)
                             r += 3
                         elif rows - r >= 2:
-                            score2(a, dim, k_at, size, dim, c, CONTEXT)
+                            score2(a, dim, k_at, step, v_at, c, CONTEXT)
                             r += 2
                         else:
-                            score1(a, dim, k_at, size, dim, c, CONTEXT)
+                            score1(a, dim, k_at, step, v_at, c, CONTEXT)
                             r += 1
-                fetch(keys, table, kv_heads, kv_head, stop, smaller(stop + CONTEXT, context), size, block_bytes)
-                width = (stop - start + 7) // 8
                 for r in range(rows):  # softmax so far
                     known = positions[first + r // shared] + 1 - start
                     unseen = known - window
                     s_at = scores_at + r * CONTEXT * 4
                     scores = floats(s_at)
-                    for j in range(larger(known, 0), width * 8):
+                    for j in range(larger(known, 0), groups * GROUP):
                         scores[j] = np.float32(-np.inf)
-                    for j in range(smaller(larger(unseen, 0), width * 8)):
+                    for j in range(smaller(larger(unseen, 0), groups * GROUP)):
                         scores[j] = np.float32(-np.inf)
                     if known <= 0 or unseen >= CONTEXT:
-                        for j in range(width * 8):
+                        for j in range(groups * GROUP):
                             scores[j] = np.float32(0)
                         continue
-                    highest = larger(largest[r], row_max(s_at, width))
-                    row_weight = exp_row(s_at, width, highest)
+                    highest = larger(largest[r], row_max(s_at, groups))
+                    row_weight = exp_row(s_at, groups, highest)
                     if highest > largest[r]:
                         shrink = np.float32(np.exp(largest[r] - highest))
                         weight[r] *= shrink
@@ -195,34 +213,52 @@ def attend() -> Callable[[Any], None]:
                             total[d] *= shrink
                         largest[r] = highest
                     weight[r] += row_weight
-                for part in range((stop - start + size - 1) // size):  # total += scores @ values
-                    at = start + part * size  # in a range it would bring the exception for steps of zero along
-                    block = (table[at // size] * kv_heads + kv_head) * dim * size
-                    used = smaller(size, stop - at)
-                    for d in range(0, dim, GROUP):
-                        v_at = values + (block + d) * 4
-                        r = 0
+                for group in range(groups):  # total += scores @ values
+                    v_at, k_at = int64s(here)[GROUPS + group], int64s(ahead)[group]
+                    used = smaller(GROUP, stop - start - group * GROUP)
+                    d = 0
+                    while d < dim:
+                        whole = dim - d >= wide * GROUP
+                        r, v, k = 0, v_at + d * item, k_at + d * step
                         while r < rows:
-                            a, c = scores_at + (r * CONTEXT + at - start) * 4, total_at + (r * dim + d) * 4
+                            a, c = scores_at + (r * CONTEXT + group * GROUP) * 4, total_at + (r * dim + d) * 4
                             if rows - r >= 6:
-                                value6(a, CONTEXT, v_at, dim, used, c, dim)
+                                if whole:
+                                    wide6(a, CONTEXT, v, dim, used, c, k, step)
+                                else:
+                                    value6(a, CONTEXT, v, dim, used, c, k, step)
                                 r += 6
                             elif rows - r >= 4:
-                                value4(a, CONTEXT, v_at, dim, used, c, dim)
+                                if whole:
+                                    wide4(a, CONTEXT, v, dim, used, c, k, step)
+                                else:
+                                    value4(a, CONTEXT, v, dim, used, c, k, step)
                                 r += 4
                             elif rows - r >= 3:
-                                value3(a, CONTEXT, v_at, dim, used, c, dim)
+                                if whole:
+                                    wide3(a, CONTEXT, v, dim, used, c, k, step)
+                                else:
+                                    value3(a, CONTEXT, v, dim, used, c, k, step)
                                 r += 3
                             elif rows - r >= 2:
-                                value2(a, CONTEXT, v_at, dim, used, c, dim)
+                                if whole:
+                                    wide2(a, CONTEXT, v, dim, used, c, k, step)
+                                else:
+                                    value2(a, CONTEXT, v, dim, used, c, k, step)
                                 r += 2
                             else:
-                                value1(a, CONTEXT, v_at, dim, used, c, dim)
+                                if whole:
+                                    wide1(a, CONTEXT, v, dim, used, c, k, step)
+                                else:
+                                    value1(a, CONTEXT, v, dim, used, c, k, step)
                                 r += 1
+                        d += wide * GROUP if whole else GROUP
+                here, ahead = ahead, here
             for r in range(rows):
                 target = floats(out + ((first + r // shared) * heads + kv_head * shared + r % shared) * dim * 4)
                 total = floats(total_at + r * dim * 4)
                 for d in range(dim):
                     target[d] = total[d] / weight[r]
+            task = following
 
     return kernel

@@ -7,6 +7,8 @@ and only what follows, once a block, is float arithmetic. A row of the result de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import llvmlite.ir as ir
@@ -14,185 +16,160 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, WeightFormat
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, X_STEP, WeightFormat
+from engine_core.kernels.cpu_memory import CACHE_LINE
+from engine_core.kernels.cpu_source.rounding import MAGIC, MAGIC_BITS, SCALE, SCALED_SUM, START
 from engine_core.kernels.cpu_source.tile import Emit
-from engine_core.kernels.cpu_source.vector import silu_product
+from engine_core.kernels.cpu_source.vector import LANES
 
-LANES = 16  # outputs in a vector
 STEP = 4  # inputs that one lane multiplies at once
-SCALE, SCALED_SUM, START = BLOCK, BLOCK + 4, BLOCK + 8  # where in a block of rounded inputs
+VECTOR_BYTES = LANES * STEP  # of integers, and of floats
 
-_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F16, _F32 = ir.HalfType(), ir.FloatType()
-_MAGIC = 1.5 * 2**23  # added to a small float, it leaves no bits behind the point
-_MAGIC_BITS = 0x4B400000
-_SMALLEST = 1e-30  # a block of smaller values counts as zeros: the inverse of its scale might be infinite
-_EIGHT = ir.VectorType(_F32, 8)
-_VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+_I16, _I32, _I64, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
+_HALVES = ir.VectorType(_F16, LANES)
+VI32, VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_block(typing_context: Any, x: Any, out: Any, offset: Any) -> Any:
-    """`quantize_block(x, out, offset)`: 32 floats at address `x` to a block of `X_BLOCK_BYTES` at `out`.
-
-    The largest becomes 127. A NaN or an infinity makes the scale NaN or infinite, and with it all that it meets.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, out, offset = values
-        e = Emit(builder)
-        _quantize(e, [e.at(x, 4 * LANES * half, _VF32) for half in (0, 1)], out, offset)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_normed(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, offset: Any) -> Any:
-    """`quantize_normed(x, scale, weight, out, offset)`: as `quantize_block`, of x * scale * weight."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, scale, weight, out, offset = values
-        e = Emit(builder)
-        factor = e.broadcast(scale, LANES)
-        parts = [[e.at(address, 4 * LANES * half, _VF32) for half in (0, 1)] for address in (x, weight)]
-        products = [builder.fmul(builder.fmul(a, factor), b) for a, b in zip(*parts, strict=True)]
-        _quantize(e, products, out, offset)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_gated(typing_context: Any, gate: Any, up: Any, out: Any, offset: Any) -> Any:
-    """`quantize_gated(gate, up, out, offset)`: as `quantize_block`, of SiLU(gate) * up."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        gate, up, out, offset = values
-        e = Emit(builder)
-        eights = [silu_product(e, *(e.at(x, 32 * i, _EIGHT) for x in (gate, up))) for i in range(4)]
-        lanes = ir.Constant(_VI32, list(range(LANES)))
-        _quantize(e, [builder.shuffle_vector(*eights[i : i + 2], lanes) for i in (0, 2)], out, offset)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-def _quantize(e: Emit, halves: list[Any], out: Any, offset: Any) -> None:
-    b = e.b
-    sign = ir.Constant(_VI32, [0x7FFFFFFF] * LANES)
-    # As integers, since a NaN is the largest of those; it would get lost among floats.
-    bits = [b.and_(b.bitcast(half, _VI32), sign) for half in halves]
-    larger = b.select(b.icmp_signed(">", bits[0], bits[1]), bits[0], bits[1])
-    largest = b.bitcast(_reduce(e, "umax", larger), _F32)
-    inverse = b.fdiv(ir.Constant(_F32, 127.0), largest)
-    inverse = b.select(b.fcmp_ordered(">", largest, ir.Constant(_F32, _SMALLEST)), inverse, ir.Constant(_F32, 0.0))
-    total = ir.Constant(_VI32, [0] * LANES)
-    for half, value in enumerate(halves):
-        # The sum's lowest bits are the nearest integer, halves to even.
-        rounded = b.fadd(b.fmul(value, e.broadcast(inverse, LANES)), ir.Constant(_VF32, [_MAGIC] * LANES))
-        integers = b.sub(b.bitcast(rounded, _VI32), ir.Constant(_VI32, [_MAGIC_BITS] * LANES))
-        small = b.trunc(integers, ir.VectorType(_I8, LANES))
-        total = b.add(total, b.sext(small, _VI32))
-        e.put(small, out, half * LANES)
-    integer_sum = _reduce(e, "add", total)
-    scale = b.fmul(largest, ir.Constant(_F32, 1 / 127))
-    e.put(scale, out, SCALE)
-    e.put(b.fmul(scale, b.sitofp(integer_sum, _F32)), out, SCALED_SUM)
-    e.put(b.mul(integer_sum, b.neg(b.trunc(offset, _I32))), out, START)
-
-
-def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int) -> Any:
+def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str = "") -> Any:
     """An intrinsic that computes `rows` x `16 * vectors` outputs of a linear layer.
 
-    `tile(x, x_stride, weights, scales, blocks, out, out_stride, next_weights, next_scales)`: addresses; strides in
-    bytes and in floats. `x` is rows of blocks of `X_BLOCK_BYTES`; `weights` and `scales` point at the tile's first
-    output in a chunk of a `PackedWeight`. Those that come next are fetched meanwhile: the processor itself stops at
-    the end of each page.
+    `tile(x, weights, panel, begin, end, sums, fetch)`: addresses and blocks. Adds the blocks from `begin` to `end` to
+    `sums` [rows, 16 * vectors], or to 0 if they are the first. `x` is the first of rounded rows of one group, `weights`
+    points at a chunk of a `PackedWeight`.
+
+    Tiles of other rows with the same weights need not unpack them again: one that is to "write" the panel leaves them
+    there, `panel_bytes` for each block, and one that is to "read" it takes them from there. Then each of the two has
+    half a block at `fetch` come from memory with each block that it computes; a tile that works alone, a whole one.
     """
+    fetched = form.block_bytes // 2 if panel else form.block_bytes
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, x_stride, weights, scales, blocks, out, out_stride, next_weights, next_scales = values
+        x, weights, panel_start, begin, end, out, fetch = values
         e = Emit(builder)
         total = e.accumulators(rows, vectors, LANES)
-        x_rows = [builder.add(x, builder.mul(x_stride, e.const(m))) for m in range(rows)]
-        with cgutils.for_range(builder, blocks, intp=_I64) as loop:
-            at = builder.mul(loop.index, e.const(X_BLOCK_BYTES))
-            x_blocks = [builder.add(row, at) for row in x_rows]
-            start = builder.add(weights, builder.mul(loop.index, e.const(form.block_bytes)))
-            sums = _block_sums(e, form, vectors, start, x_blocks, width)
-            first = builder.add(scales, builder.mul(loop.index, e.const(2 * form.block_scales)))
-            _fetch_block(e, form, vectors, loop.index, next_weights, next_scales)
+        with builder.if_then(builder.icmp_signed(">", begin, e.const(0))):
+            for number, slot in enumerate(chain(*total)):
+                builder.store(e.at(out, number * VECTOR_BYTES, VF32), slot)
+        with cgutils.for_range_slice(builder, begin, end, e.const(1), intp=_I64) as (block, _):
+            number = builder.sub(block, begin)
+            x_block = builder.add(x, builder.mul(block, e.const(X_STEP)))
+            packed = Packed(e, form, vectors, builder.add(weights, builder.mul(block, e.const(form.block_bytes))))
+            at = builder.add(panel_start, builder.mul(number, e.const(panel_bytes(vectors))))
+            unpacked = Panel(e, form, vectors, at)
+            source = unpacked if panel == "read" else packed
+            sums = [[_first_sum(e, form, x_block, m, width)] * vectors for m in range(rows)]
+            for at, integers in source.integers():
+                if panel == "write":
+                    unpacked.keep_integers(at, integers)
+                for m in range(rows):
+                    x_part = e.broadcast(e.at(x_block, m * X_BLOCK_BYTES + at, _I32), LANES)
+                    sums[m] = [_dot(e, *pair, x_part, width) for pair in zip(sums[m], integers, strict=True)]
+            for line in range(0, fetched, CACHE_LINE):
+                e.prefetch(builder.add(fetch, builder.mul(number, e.const(fetched))), line, near=False)
             for v in range(vectors):
-                _add_block(e, form, v, first, x_blocks, [row[v] for row in sums], [row[v] for row in total])
-        for m in range(rows):
-            for v in range(vectors):
-                at = builder.add(builder.mul(out_stride, e.const(m)), e.const(v * LANES))
-                e.store(builder.load(total[m][v]), out, at)
+                factors = source.factors(v)
+                if panel == "write":
+                    unpacked.keep_factors(v, factors)
+                _add_block(e, factors, x_block, [row[v] for row in sums], [row[v] for row in total], width)
+        for number, slot in enumerate(chain(*total)):
+            e.put(builder.load(slot), out, number * VECTOR_BYTES)
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(  # type: ignore[no-untyped-def]
-        typing_context, x, x_stride, weights, scales, blocks, out, out_stride, next_weights, next_scales
-    ):
-        return types.void(*[types.int64] * 9), codegen
+    def tile(typing_context, x, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 7), codegen
 
     return tile
 
 
-def _fetch_block(e: Emit, form: WeightFormat, vectors: int, block: Any, weights: Any, scales: Any) -> None:
-    """Have a tile's part of a block come from memory."""
-    start = e.b.add(weights, e.b.mul(block, e.const(form.block_bytes)))
-    for step in range(BLOCK * form.bits // 8 // STEP):
-        for v in range(vectors):
-            e.prefetch(start, step * CHUNK * STEP + v * LANES * STEP)
-    first = e.b.add(scales, e.b.mul(block, e.const(2 * form.block_scales)))
-    for kind in range(form.block_scales // CHUNK):
-        for line in range(0, 2 * vectors * LANES, 64):
-            e.prefetch(first, 2 * CHUNK * kind + line)
+class Packed:
+    """A block of weights of a chunk, or of its first `16 * vectors` outputs, as it lies in a `PackedWeight`."""
+
+    def __init__(self, e: Emit, form: WeightFormat, vectors: int, start: Any) -> None:
+        self._e, self._form, self._vectors, self._start = e, form, vectors, start
+
+    def integers(self) -> Iterator[tuple[int, list[Any]]]:
+        """Four inputs of each output at a time, and where in a block they are."""
+        e = self._e
+        for at in range(0, BLOCK * self._form.bits // 8, STEP):
+            packed = [e.at(self._start, at * CHUNK + v * VECTOR_BYTES, VI32) for v in range(self._vectors)]
+            if self._form.bits == 8:
+                yield at, packed
+                continue
+            # The low ones are inputs of a block's first half, the high ones of its second.
+            mask, four = (ir.Constant(VI32, [value] * LANES) for value in (0x0F0F0F0F, 4))
+            yield at, [e.b.and_(p, mask) for p in packed]
+            yield at + BLOCK // 2, [e.b.and_(e.b.lshr(p, four), mask) for p in packed]
+
+    def factors(self, v: int) -> list[Any]:
+        """What sums of 16 outputs are multiplied by: scales, -MAGIC * scales, and minima if there are any."""
+        e, b = self._e, self._e.b
+        places = [self._form.scales_at + 2 * (CHUNK * kind + v * LANES) for kind in range(self._form.kinds)]
+        halves = [e.at(self._start, place, _HALVES) for place in places]
+        scale = b.fpext(halves[0], VF32)
+        factors = [scale, b.fmul(scale, ir.Constant(VF32, [-MAGIC] * LANES))]
+        return [*factors, b.fpext(halves[1], VF32)] if self._form.minimum else factors
 
 
-def _block_sums(
-    e: Emit, form: WeightFormat, vectors: int, start: Any, x_blocks: list[Any], width: int
-) -> list[list[Any]]:
-    """int32 [rows][vectors]: the sum over the inputs of a block of x * (weight - offset)."""
-    sums = []
-    for x_block in x_blocks:
-        initial = ir.Constant(_VI32, [0] * LANES)
-        if form.offset:
-            initial = e.broadcast(e.at(x_block, START, _I32), LANES)
-        sums.append([initial] * vectors)
-    for step in range(BLOCK * form.bits // 8 // STEP):
-        packed = [e.at(start, step * CHUNK * STEP + v * LANES * STEP, _VI32) for v in range(vectors)]
-        for half, weights in enumerate(_unpack(e, form, packed)):
-            for m, x_block in enumerate(x_blocks):
-                x = e.broadcast(e.at(x_block, step * STEP + half * BLOCK // 2, _I32), LANES)
-                sums[m] = [_dot(e, total, w, x, width) for total, w in zip(sums[m], weights, strict=True)]
-    return sums
+class Panel:
+    """The same, unpacked to bytes and floats: front to back in memory of the thread's own."""
+
+    def __init__(self, e: Emit, form: WeightFormat, vectors: int, start: Any) -> None:
+        self._e, self._form, self._vectors, self._start = e, form, vectors, start
+
+    def integers(self) -> Iterator[tuple[int, list[Any]]]:
+        for at in range(0, BLOCK, STEP):
+            yield at, [self._e.at(self._start, self._integers_at(at, v), VI32) for v in range(self._vectors)]
+
+    def factors(self, v: int) -> list[Any]:
+        kinds = 3 if self._form.minimum else 2
+        return [self._e.at(self._start, self._factor_at(kind, v), VF32) for kind in range(kinds)]
+
+    def keep_integers(self, at: int, integers: list[Any]) -> None:
+        for v, value in enumerate(integers):
+            self._e.put(value, self._start, self._integers_at(at, v))
+
+    def keep_factors(self, v: int, factors: list[Any]) -> None:
+        for kind, value in enumerate(factors):
+            self._e.put(value, self._start, self._factor_at(kind, v))
+
+    def _integers_at(self, at: int, v: int) -> int:
+        return (at // STEP * self._vectors + v) * VECTOR_BYTES
+
+    def _factor_at(self, kind: int, v: int) -> int:
+        return self._integers_at(BLOCK, 0) + (kind * self._vectors + v) * VECTOR_BYTES
 
 
-def _unpack(e: Emit, form: WeightFormat, packed: list[Any]) -> list[list[Any]]:
-    """Bytes as they are; of nibbles first the low ones, inputs of a block's first half, then the high ones."""
-    if form.bits == 8:
-        return [packed]
-    mask, four = (ir.Constant(_VI32, [value] * LANES) for value in (0x0F0F0F0F, 4))
-    return [[e.b.and_(p, mask) for p in packed], [e.b.and_(e.b.lshr(p, four), mask) for p in packed]]
+def panel_bytes(vectors: int) -> int:
+    """Of a block."""
+    return (BLOCK // STEP + 3) * vectors * VECTOR_BYTES
 
 
-def _add_block(
-    e: Emit, form: WeightFormat, v: int, scales: Any, x_blocks: list[Any], sums: list[Any], total: list[Any]
-) -> None:
+def _first_sum(e: Emit, form: WeightFormat, x_block: Any, row: int, width: int) -> Any:
+    """What the sum of a block begins with, in each of 16 lanes: what takes the offset out of the weights.
+
+    With MAGIC's bits added, a sum is the bits of the float MAGIC + sum.
+    """
+    start = ir.Constant(VI32, [MAGIC_BITS if width else 0] * LANES)
+    if not form.offset:
+        return start
+    return e.b.add(start, e.broadcast(e.at(x_block, row * X_BLOCK_BYTES + START, _I32), LANES))
+
+
+def _add_block(e: Emit, factors: list[Any], x_block: Any, sums: list[Any], total: list[Any], width: int) -> None:
     """total[m] += scale * x_scale[m] * sums[m] + minimum * x_scaled_sum[m]."""
     b = e.b
-    scale = b.fpext(e.at(scales, 2 * v * LANES, ir.VectorType(_F16, LANES)), _VF32)
-    minimum = None
-    if form.minimum:
-        minimum = b.fpext(e.at(scales, 2 * (CHUNK + v * LANES), ir.VectorType(_F16, LANES)), _VF32)
-    for x_block, block_sum, slot in zip(x_blocks, sums, total, strict=True):
-        x_scale = e.broadcast(e.at(x_block, SCALE, _F32), LANES)
-        value = e.multiply_add(b.fmul(b.sitofp(block_sum, _VF32), scale), x_scale, b.load(slot))
-        if minimum is not None:
-            value = e.multiply_add(minimum, e.broadcast(e.at(x_block, SCALED_SUM, _F32), LANES), value)
+    scale, less_magic, *minimum = factors
+    for m, (block_sum, slot) in enumerate(zip(sums, total, strict=True)):
+        x_scale = e.broadcast(e.at(x_block, m * X_BLOCK_BYTES + SCALE, _F32), LANES)
+        if width:  # MAGIC + sum times scale less MAGIC * scale, rounded once: the product of sum and scale, exactly
+            scaled = e.multiply_add(b.bitcast(block_sum, VF32), scale, less_magic)
+        else:  # whoever has no VNNI might not multiply and add in one instruction
+            scaled = b.fmul(b.sitofp(block_sum, VF32), scale)
+        value = e.multiply_add(scaled, x_scale, b.load(slot))
+        for factor in minimum:
+            scaled_sum = e.at(x_block, m * X_BLOCK_BYTES + SCALED_SUM, _F32)
+            value = e.multiply_add(factor, e.broadcast(scaled_sum, LANES), value)
         b.store(value, slot)
 
 
@@ -203,7 +180,7 @@ def _dot(e: Emit, total: Any, weights: Any, x: Any, width: int) -> Any:
     if width == 256:
         halves = [[_half(e, value, h) for value in (total, weights, x)] for h in (0, 1)]
         low, high = (_vnni(e, *half) for half in halves)
-        return e.b.shuffle_vector(low, high, ir.Constant(_VI32, list(range(LANES))))
+        return e.b.shuffle_vector(low, high, ir.Constant(VI32, list(range(LANES))))
     # Even and odd bytes as int16: products of neighbours then add up in int32, which is one instruction of old.
     b, pairs = e.b, ir.VectorType(_I16, 2 * LANES)
     eight = ir.Constant(pairs, [8] * 2 * LANES)
@@ -229,11 +206,5 @@ def _multiply_pairs(e: Emit, x: Any, y: Any) -> Any:
     """int32 [16] from int16 [32]: x[2i] * y[2i] + x[2i + 1] * y[2i + 1]."""
     b, wide = e.b, ir.VectorType(_I32, 2 * LANES)
     products = b.mul(b.sext(x, wide), b.sext(y, wide))
-    parts = [b.shuffle_vector(products, products, ir.Constant(_VI32, list(range(p, 2 * LANES, 2)))) for p in (0, 1)]
+    parts = [b.shuffle_vector(products, products, ir.Constant(VI32, list(range(p, 2 * LANES, 2)))) for p in (0, 1)]
     return b.add(*parts)
-
-
-def _reduce(e: Emit, operation: str, vector: Any) -> Any:
-    kind = ir.FunctionType(_I32, [vector.type])
-    name = f"llvm.vector.reduce.{operation}.v{LANES}i32"
-    return e.b.call(cgutils.get_or_insert_function(e.b.module, kind, name), [vector])

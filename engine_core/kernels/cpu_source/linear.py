@@ -5,82 +5,141 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, GROUP, X_BLOCK_BYTES, WeightFormat
-from engine_core.kernels.cpu_source.compiler import next_task, smaller
-from engine_core.kernels.cpu_source.dot import dot_tile, quantize_block
+import numba
+
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, GROUP, STORE, TASK_ROWS, X_STEP, WeightFormat
+from engine_core.kernels.cpu_source.compiler import next_task, smaller, stack
+from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
+from engine_core.kernels.cpu_source.rounding import quantize_block, quantize_gated, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
+from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache
+PANEL = 9  # blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache
+ROW_BYTES = CHUNK * 4  # of sums
 
 
-def integers(bits: int, minimum: bool, width: int) -> Callable[[Any], None]:
-    """Arguments: counter, rows, x (rounded), its stride in bytes, weights, scales, blocks, chunks, out, out_stride.
+def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Callable[[Any], None]:
+    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset.
 
-    Few rows take whole chunks, so that weights are read front to back. More take halves of them, so that their sums
-    stay in registers. A thread draws its next task before it begins one, to fetch the weights of that meanwhile.
+    `result`: STORE in `out`; ADD to it, the bias first; or GATE: SiLU of the product's first half, with the bias, times
+    the second, rounded for the next product in `out`, whose rows have `out_stride` blocks.
+
+    Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, some blocks at a time. A
+    thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
+    back: the processor itself fetches ahead only of such a stream, and stops at the end of each page.
     """
-    form = WeightFormat(bits, minimum)
-    whole1, whole2 = dot_tile(form, 1, 4, width), dot_tile(form, 2, 4, width)
-    half1, half2, half4, half8 = (dot_tile(form, rows, 2, width) for rows in (1, 2, 4, 8))
-    block_bytes, block_scales = form.block_bytes, form.block_scales
+    form, vectors = WeightFormat(bits, minimum), CHUNK // LANES
+    alone1, alone2, alone4, alone8 = (dot_tile(form, rows, vectors, width) for rows in (1, 2, 4, 8))
+    first2, first4, first8 = (dot_tile(form, rows, vectors, width, "write") for rows in (2, 4, 8))
+    other1, other2, other4, other8 = (dot_tile(form, rows, vectors, width, "read") for rows in (1, 2, 4, 8))
+    block_bytes, panel_size = form.block_bytes, panel_bytes(vectors)
+    half = block_bytes // 2
+
+    finish, parts = _finish(result), 2 if result == GATE else 1
 
     def kernel(args: Any) -> None:
-        rows, x, x_stride, weights, scales = args[1], args[2], args[3], args[4], args[5]
-        blocks, chunks, out, out_stride = args[6], args[7], args[8], args[9]
-        parts = 2 if rows >= 4 else 1
-        parts_of_all = chunks * parts
-        tasks = parts_of_all * ((rows + ROWS - 1) // ROWS)
+        rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
+        out, out_stride, bias, offset = args[6], args[7], args[8], args[9]
+        panel = stack(PANEL * panel_size + parts * ROWS * ROW_BYTES)
+        sums = panel + PANEL * panel_size
+        tasks = chunks * ((rows + ROWS - 1) // ROWS)
         task = next_task(args)
         while task < tasks:
             following = next_task(args)
-            place, first_row = task % parts_of_all, task // parts_of_all * ROWS
-            next_place = following % parts_of_all if following < tasks else place
-            chunk, first = place // parts, place % parts * (CHUNK // 2)
-            next_chunk, next_first = next_place // parts, next_place % parts * (CHUNK // 2)
-            w = weights + chunk * blocks * block_bytes + first * 4
-            s = scales + (chunk * blocks * block_scales + first) * 2
-            next_w = weights + next_chunk * blocks * block_bytes + next_first * 4
-            next_s = scales + (next_chunk * blocks * block_scales + next_first) * 2
-            o = out + (chunk * CHUNK + first) * 4
-            row, last_row = first_row, smaller(rows, first_row + ROWS)
-            while row < last_row:
-                left, xr, oh = last_row - row, x + row * x_stride, o + row * out_stride * 4
-                if parts == 1:
-                    if left >= 2:
-                        whole2(xr, x_stride, w, s, blocks, oh, out_stride, next_w, next_s)
-                        row += 2
-                    else:
-                        whole1(xr, x_stride, w, s, blocks, oh, out_stride, next_w, next_s)
-                        row += 1
-                elif left >= 8:
-                    half8(xr, x_stride, w, s, blocks, oh, out_stride, next_w, next_s)
-                    row += 8
-                elif left >= 4:
-                    half4(xr, x_stride, w, s, blocks, oh, out_stride, next_w, next_s)
-                    row += 4
-                elif left >= 2:
-                    half2(xr, x_stride, w, s, blocks, oh, out_stride, next_w, next_s)
-                    row += 2
-                else:
-                    half1(xr, x_stride, w, s, blocks, oh, out_stride, next_w, next_s)
-                    row += 1
+            place, first_row = task % chunks, task // chunks * ROWS
+            last_row = smaller(rows, first_row + ROWS)
+            all_rows = last_row - first_row
+            alone = all_rows == 8 or all_rows == 4 or all_rows <= 2
+            size = blocks if alone else PANEL
+            for part in range(parts):
+                chunk, ahead = place + part * chunks, place + (part + 1) * chunks
+                if part + 1 == parts:
+                    ahead = (following if following < tasks else task) % chunks
+                w = weights + chunk * blocks * block_bytes
+                fetch = weights + ahead * blocks * block_bytes
+                fetch_end = fetch + blocks * block_bytes
+                for piece in range((blocks + size - 1) // size):
+                    begin, row = piece * size, first_row
+                    end = smaller(begin + size, blocks)
+                    while row < last_row:
+                        left = last_row - row
+                        count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+                        xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + row - first_row) * ROW_BYTES
+                        if alone:
+                            if count == 8:
+                                alone8(xr, w, panel, begin, end, o, fetch)
+                            elif count == 4:
+                                alone4(xr, w, panel, begin, end, o, fetch)
+                            elif count == 2:
+                                alone2(xr, w, panel, begin, end, o, fetch)
+                            else:
+                                alone1(xr, w, panel, begin, end, o, fetch)
+                        elif row == first_row:
+                            if count == 8:
+                                first8(xr, w, panel, begin, end, o, fetch)
+                            elif count == 4:
+                                first4(xr, w, panel, begin, end, o, fetch)
+                            else:
+                                first2(xr, w, panel, begin, end, o, fetch)
+                        else:
+                            if count == 8:
+                                other8(xr, w, panel, begin, end, o, fetch)
+                            elif count == 4:
+                                other4(xr, w, panel, begin, end, o, fetch)
+                            elif count == 2:
+                                other2(xr, w, panel, begin, end, o, fetch)
+                            else:
+                                other1(xr, w, panel, begin, end, o, fetch)
+                        fetch += (end - begin) * half
+                        if fetch >= fetch_end:
+                            fetch = panel  # anything that is near
+                        if end == blocks and part + 1 == parts:
+                            finish(o, row, count, place, chunks, out, out_stride, bias, offset)
+                        row += count
             task = following
 
     return kernel
 
 
+def _finish(result: int) -> Any:
+    """A function that does with the sums of some rows of a chunk what `result` says."""
+    vectors, parts = CHUNK // LANES, 2 if result == GATE else 1
+
+    @numba.njit(inline="always")
+    def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset):  # type: ignore[no-untyped-def]
+        for row in range(first_row, first_row + count):
+            if bias != 0:
+                add_rows(sums, bias + (chunk + (parts - 1) * chunks) * ROW_BYTES, sums, vectors)
+            if result == GATE:
+                gate = sums - ROWS * ROW_BYTES
+                if bias != 0:
+                    add_rows(gate, bias + chunk * ROW_BYTES, gate, vectors)
+                quantize_gated(gate, sums, rounded_row(out, row, out_stride) + chunk * X_STEP, offset)
+            else:
+                target = out + row * out_stride * 4 + chunk * ROW_BYTES
+                if result == ADD:
+                    add_rows(sums, target, target, vectors)
+                else:
+                    copy_row(sums, target, vectors)
+            sums += ROW_BYTES
+
+    return finish
+
+
 def quantize() -> Callable[[Any], None]:
-    """Arguments: counter, rows, x, its stride in floats, blocks, out, offset. `out` has no gaps between rows."""
+    """Arguments: counter, rows, x, its stride in floats, blocks, out, offset."""
 
     def kernel(args: Any) -> None:
         rows, x, x_stride, blocks, out, offset = args[1], args[2], args[3], args[4], args[5], args[6]
         while True:
-            row = next_task(args)
-            if row >= rows:
+            first = next_task(args) * TASK_ROWS
+            if first >= rows:
                 break
-            target = out + row * blocks * X_BLOCK_BYTES
-            for block in range(blocks):
-                quantize_block(x + (row * x_stride + block * BLOCK) * 4, target + block * X_BLOCK_BYTES, offset)
+            for row in range(first, smaller(first + TASK_ROWS, rows)):
+                target = rounded_row(out, row, blocks)
+                for block in range(blocks):
+                    quantize_block(x + (row * x_stride + block * BLOCK) * 4, target + block * X_STEP, offset)
 
     return kernel
 
@@ -88,7 +147,7 @@ def quantize() -> Callable[[Any], None]:
 def floats() -> Callable[[Any], None]:
     """Arguments: counter, rows, x, x_stride, weights, blocks, chunks, out, out_stride."""
     form = WeightFormat(32)
-    tile1, tile2 = linear_tile(1, 4), linear_tile(2, 2)
+    tile1, tile2 = linear_tile(1, CHUNK // GROUP), linear_tile(2, 2)
     tile4, tile6 = linear_tile(4, 1), linear_tile(6, 1)
     group_bytes, block_bytes = GROUP * 4, form.block_bytes
 

@@ -11,7 +11,7 @@ from engine_core.kernels.cpu_source.compiler import int16s, int32s, larger, next
 
 def pack() -> Callable[[Any], None]:
     """Arguments: counter; values, their row and block stride; scales and theirs; minima and theirs; first row, rows,
-    blocks, words, flip; out, scales out, kinds.
+    blocks, words, flip; out, block_bytes, kinds.
 
     Rows become `rows` of a `PackedWeight` from `first row` on. A block has `words` of 4 bytes, each changed by xor with
     `flip`, and `kinds` numbers of 2 bytes: none, a scale, or a minimum too. Strides are in bytes.
@@ -20,7 +20,7 @@ def pack() -> Callable[[Any], None]:
     def kernel(args: Any) -> None:
         values, row_stride, block_stride = args[1], args[2], args[3]
         first_row, rows, blocks, words, flip = args[10], args[11], args[12], args[13], args[14]
-        out, scales_out, kinds = int32s(args[15]), int16s(args[16]), args[17]
+        out, block_bytes, kinds = args[15], args[16], args[17]
         first_chunk, last_chunk = first_row // CHUNK, (first_row + rows - 1) // CHUNK
         while True:
             chunk = first_chunk + next_task(args)
@@ -31,15 +31,16 @@ def pack() -> Callable[[Any], None]:
             row, lane = begin - first_row, begin - chunk * CHUNK
             for block in range(blocks):
                 source = values + row * row_stride + block * block_stride
-                target = (chunk * blocks + block) * words * CHUNK + lane
+                target = out + (chunk * blocks + block) * block_bytes
+                integers = int32s(target)
                 for word in range(words):
                     for r in range(count):
-                        out[target + word * CHUNK + r] = int32s(source + r * row_stride + word * 4)[0] ^ flip
+                        integers[word * CHUNK + lane + r] = int32s(source + r * row_stride + word * 4)[0] ^ flip
                 for kind in range(kinds):
                     numbers, number_stride = args[4 + 3 * kind], args[5 + 3 * kind]
                     source = numbers + row * number_stride + block * args[6 + 3 * kind]
-                    target = ((chunk * blocks + block) * kinds + kind) * CHUNK + lane
+                    scales = int16s(target + (words * 2 + kind) * CHUNK * 2)
                     for r in range(count):
-                        scales_out[target + r] = int16s(source + r * number_stride)[0]
+                        scales[lane + r] = int16s(source + r * number_stride)[0]
 
     return kernel

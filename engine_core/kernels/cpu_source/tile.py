@@ -1,6 +1,6 @@
-"""The two inner loops of the CPU kernels on floats, written as vector instructions of LLVM.
+"""What the inner loops of the CPU kernels are written with, vector instructions of LLVM, and that of float products.
 
-Both compute a tile of outputs, `rows` by `8 * vectors`, that stays in registers: one input value is broadcast and
+It computes a tile of outputs, `rows` by `16 * groups`, that stays in registers: one input value is broadcast and
 multiplied into a vector of eight outputs. An output is summed over k in one fixed order whatever the tile's shape, so
 a row's result does not depend on which rows are computed with it, bit for bit.
 """
@@ -55,15 +55,17 @@ class Emit:
     def put(self, value: Any, address: Any, offset: int) -> None:
         self.b.store(value, self._pointer(address, offset, value.type), align=_alignment(value.type))
 
-    def prefetch(self, address: Any, offset: int) -> None:
-        """Have the cache line at `address + offset` bytes come from memory."""
+    def prefetch(self, address: Any, offset: int, near: bool = True) -> None:
+        """Have the cache line at `address + offset` bytes come from memory, not only to the second-level cache."""
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), *[_I32] * 3])
         function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
-        read_data_to_keep = [ir.Constant(_I32, value) for value in (0, 3, 1)]
-        self.b.call(function, [self._pointer(address, offset, _I8), *read_data_to_keep])
+        read, locality, data = (ir.Constant(_I32, value) for value in (0, 3 if near else 2, 1))
+        self.b.call(function, [self._pointer(address, offset, _I8), read, locality, data])
 
     def _pointer(self, address: Any, offset: int, kind: Any) -> Any:
-        return self.b.inttoptr(self.b.add(address, self.const(offset)), kind.as_pointer())
+        """Steps from a pointer become part of an instruction; sums of integers would be kept in registers."""
+        start = self.b.inttoptr(address, _I8.as_pointer())
+        return self.b.bitcast(self.b.gep(start, [self.const(offset)]), kind.as_pointer())
 
     def const(self, value: int) -> Any:
         return ir.Constant(_I64, value)
@@ -133,43 +135,3 @@ def _multiply_block(e: Emit, vectors: int, start: Any, x_rows: list[Any], k0: An
                 value = e.broadcast(e.load(x_row, b.add(k0, step)))
                 for v, weight in enumerate(weights):
                     b.store(e.multiply_add(weight, value, b.load(part[m][v])), part[m][v])
-
-
-def dense_tile(rows: int, vectors: int, accumulate: bool) -> Any:
-    """An intrinsic that computes `rows` x `8 * vectors` values of A @ B, or adds them to C.
-
-    `tile(a, a_stride, b, b_stride, count, c, c_stride)`: A is [rows, count], B is [count, 8 * vectors], C like the
-    result; addresses of float32, strides in elements.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        a, a_stride, b, b_stride, count, c, c_stride = values
-        e = Emit(builder)
-        total = e.accumulators(rows, vectors)
-        a_rows = [builder.add(a, builder.mul(builder.mul(a_stride, e.const(4)), e.const(m))) for m in range(rows)]
-        places = [
-            [builder.add(builder.mul(c_stride, e.const(m)), e.const(v * LANES)) for v in range(vectors)]
-            for m in range(rows)
-        ]
-        if accumulate:
-            for m in range(rows):
-                for v in range(vectors):
-                    builder.store(e.load(c, places[m][v], LANES), total[m][v])
-        with cgutils.for_range(builder, count, intp=_I64) as loop:
-            k = loop.index
-            start = builder.mul(k, b_stride)
-            columns = [e.load(b, builder.add(start, e.const(v * LANES)), LANES) for v in range(vectors)]
-            for m in range(rows):
-                value = e.broadcast(e.load(a_rows[m], k))
-                for v in range(vectors):
-                    builder.store(e.multiply_add(columns[v], value, builder.load(total[m][v])), total[m][v])
-        for m in range(rows):
-            for v in range(vectors):
-                e.store(builder.load(total[m][v]), c, places[m][v])
-        return context.get_dummy_value()
-
-    @intrinsic
-    def tile(typing_context, a, a_stride, b, b_stride, count, c, c_stride):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 7), codegen
-
-    return tile

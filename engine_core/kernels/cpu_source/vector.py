@@ -1,6 +1,6 @@
 """Vector loops over one row that numba's own loops do not turn into good code: exp, softmax, SiLU.
 
-Lengths are multiples of eight floats. Every row is summed in the same order: eight lanes, then the lanes.
+Lengths are multiples of 16 floats. Every row is summed in the same order: 16 lanes, then the lanes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_source.tile import LANES, ZERO, Emit
+from engine_core.kernels.cpu_source.tile import Emit
+
+LANES = 16  # floats in a vector
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_ZERO = ir.Constant(_VF32, [0.0] * LANES)
 # exp(r) - 1 - r over r^2 for |r| <= ln(2) / 2, by Chebyshev interpolation in double precision; relative error of exp
 # under 1e-7, half a unit in the last place of a float.
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
@@ -36,12 +39,12 @@ def _constant(value: float) -> Any:
 
 
 def _exp(e: Emit, x: Any) -> Any:
-    """exp of eight floats; 0 below -87, where the result would be a denormal; NaN stays NaN."""
+    """exp of 16 floats; 0 below -87, where the result would be a denormal; NaN stays NaN."""
     b = e.b
     clamped = b.select(b.fcmp_ordered(">", x, _constant(_LOWEST)), x, _constant(_LOWEST))
     clamped = b.select(b.fcmp_ordered("<", clamped, _constant(_HIGHEST)), clamped, _constant(_HIGHEST))
     scaled = b.fmul(clamped, _constant(1 / math.log(2)))
-    half = b.select(b.fcmp_ordered("<", scaled, ZERO), _constant(-0.5), _constant(0.5))
+    half = b.select(b.fcmp_ordered("<", scaled, _ZERO), _constant(-0.5), _constant(0.5))
     power = b.fptosi(b.fadd(scaled, half), _VI32)
     whole = b.sitofp(power, _VF32)
     r = e.multiply_add(whole, _constant(-_LN2_HIGH), clamped)
@@ -53,22 +56,23 @@ def _exp(e: Emit, x: Any) -> Any:
     value = b.fadd(e.multiply_add(poly, b.fmul(r, r), r), _constant(1.0))
     bits = b.shl(b.add(power, ir.Constant(_VI32, [127] * LANES)), ir.Constant(_VI32, [23] * LANES))
     value = b.fmul(value, b.bitcast(bits, _VF32))
-    value = b.select(b.fcmp_ordered("<", x, _constant(_LOWEST)), ZERO, value)
+    value = b.select(b.fcmp_ordered("<", x, _constant(_LOWEST)), _ZERO, value)
     return b.select(b.fcmp_unordered("uno", x, x), x, value)
 
 
 def _across(e: Emit, vector: Any, combine: Any) -> Any:
-    """One float from eight: halves combined until one is left."""
-    lanes = [e.b.extract_element(vector, ir.Constant(_I32, i)) for i in range(LANES)]
-    while len(lanes) > 1:
-        middle = len(lanes) // 2
-        lanes = [combine(lanes[i], lanes[i + middle]) for i in range(middle)]
-    return lanes[0]
+    """One float from 16: halves combined until one is left."""
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        halves = [ir.Constant(ir.VectorType(_I32, lanes), [h * lanes + i for i in range(lanes)]) for h in (0, 1)]
+        vector = combine(*(e.b.shuffle_vector(vector, vector, half) for half in halves))
+    return e.b.extract_element(vector, ir.Constant(_I32, 0))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
-    """`row_max(address, vectors)`: the largest of 8 * vectors floats; NaN if one of them is."""
+    """`row_max(address, vectors)`: the largest of 16 * vectors floats; NaN if one of them is."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors = values
@@ -95,8 +99,8 @@ def exp_row(typing_context: Any, row: Any, vectors: Any, subtract: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors, subtract = values
         e = Emit(builder)
-        largest = e.broadcast(subtract)
-        total = cgutils.alloca_once_value(builder, ZERO)
+        largest = e.broadcast(subtract, LANES)
+        total = cgutils.alloca_once_value(builder, _ZERO)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
             value = _exp(e, builder.fsub(e.load(row, at, LANES), largest))
@@ -109,12 +113,12 @@ def exp_row(typing_context: Any, row: Any, vectors: Any, subtract: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def square_sum(typing_context: Any, row: Any, vectors: Any) -> Any:
-    """`square_sum(address, vectors)`: the sum of the squares of 8 * vectors floats."""
+    """`square_sum(address, vectors)`: the sum of the squares of 16 * vectors floats."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors = values
         e = Emit(builder)
-        total = cgutils.alloca_once_value(builder, ZERO)
+        total = cgutils.alloca_once_value(builder, _ZERO)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
             builder.store(e.multiply_add(value, value, builder.load(total)), total)
@@ -124,9 +128,77 @@ def square_sum(typing_context: Any, row: Any, vectors: Any) -> Any:
 
 
 def silu_product(e: Emit, gate: Any, up: Any) -> Any:
-    """gate / (1 + exp(-gate)) * up, eight floats each."""
+    """gate / (1 + exp(-gate)) * up, 16 floats each."""
     sigmoid_inverse = e.b.fadd(_constant(1.0), _exp(e, e.b.fneg(gate)))
     return e.b.fmul(e.b.fdiv(gate, sigmoid_inverse), up)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any:
+    """`add_rows(x, y, out, vectors)`: out = x + y, which may be the same memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, y, out, vectors = values
+        e = Emit(builder)
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            at = builder.mul(loop.index, e.const(LANES))
+            e.store(builder.fadd(e.load(x, at, LANES), e.load(y, at, LANES)), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_row(typing_context: Any, x: Any, out: Any, vectors: Any) -> Any:
+    """`copy_row(x, out, vectors)`: out = x."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, out, vectors = values
+        e = Emit(builder)
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            at = builder.mul(loop.index, e.const(LANES))
+            e.store(e.load(x, at, LANES), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scale_row(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, vectors: Any) -> Any:
+    """`scale_row(x, scale, weight, out, vectors)`: out = x * scale * weight, which may be the same memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, scale, weight, out, vectors = values
+        e = Emit(builder)
+        factor = e.broadcast(scale, LANES)
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            at = builder.mul(loop.index, e.const(LANES))
+            e.store(builder.fmul(builder.fmul(e.load(x, at, LANES), factor), e.load(weight, at, LANES)), out, at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, *[types.int64] * 3), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rotate_head(typing_context: Any, source: Any, target: Any, cos: Any, sin: Any, half: Any) -> Any:
+    """`rotate_head(source, target, cos, sin, half)`: turn the two halves of a head against one another.
+
+    `half` is a multiple of 8; source and target may be the same memory.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, target, cos, sin, half = values
+        e, lanes = Emit(builder), LANES // 2
+        with cgutils.for_range(builder, builder.sdiv(half, e.const(lanes)), intp=_I64) as loop:
+            at = builder.mul(loop.index, e.const(lanes))
+            behind = builder.add(at, half)
+            a, b = e.load(source, at, lanes), e.load(source, behind, lanes)
+            c, s = e.load(cos, at, lanes), e.load(sin, at, lanes)
+            e.store(builder.fsub(builder.fmul(a, c), builder.fmul(b, s)), target, at)
+            e.store(builder.fadd(builder.fmul(b, c), builder.fmul(a, s)), target, behind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -142,14 +214,3 @@ def silu_multiply(typing_context: Any, gate: Any, up: Any, out: Any, vectors: An
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, address: Any) -> Any:
-    """Have the cache line at `address` come from memory."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        Emit(builder).prefetch(values[0], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
