@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from engine_core.collect import Collector, stream_output
 from engine_core.engine_thread import CLOSED, EngineThread
-from engine_core.options import make_config, resolve_path
+from engine_core.options import make_config, python_names, resolve_path
 from engine_core.outputs import EngineError, RequestOutput, StreamOutput
 from engine_core.plan import ModelFacts
 from engine_core.progress import load_progress
@@ -46,7 +46,8 @@ class AsyncLLM:
             def build() -> Session:
                 from engine_core.build import build_engine
 
-                return Session(build_engine(config, report, with_nvtx(Recorder())), self._text)
+                with python_names():
+                    return Session(build_engine(config, report, with_nvtx(Recorder())), self._text)
 
             self._mailboxes: set[_Mailbox] = set()  # of the engine thread
             self._engine = EngineThread(build, self._deliver, self._end)

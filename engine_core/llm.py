@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from engine_core.collect import Collector, stream_output
-from engine_core.options import make_config, resolve_path
+from engine_core.options import make_config, python_names, resolve_path
 from engine_core.outputs import EngineError, RequestOutput, StreamOutput
 from engine_core.progress import BatchProgress, load_progress
 from engine_core.prompts import (
@@ -54,10 +54,11 @@ class LLM:
             from engine_core.build import build_engine
 
             path = resolve_path(model, report)
-            engine = build_engine(make_config(path, options), report, with_nvtx(Recorder()))
+            self._text = TextSide(path, chat_template)
+            with python_names():
+                engine = build_engine(make_config(path, options), report, with_nvtx(Recorder()))
         self.facts = engine.facts
         self._progress = progress
-        self._text = TextSide(path, chat_template)
         self._session = Session(engine, self._text)
         self._lock = threading.RLock()  # the garbage collector may close a stream while this thread is inside
         self._inside = False

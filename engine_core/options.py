@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from msgspec import inspect
 
 from engine_core.plan import ProgressCallback
 from engine_core.text_side import RESOLVE_MODEL, lookup
 from ipc.config import EngineConfig, EngineOptions
+from ipc.errors import UserError
+from ipc.expected import describe
+
+OWN_ARGUMENTS = ("chat_template", "progress")  # those of LLM and AsyncLLM that are no options of the engine
 
 
 def make_config(path: str, options: Mapping[str, object]) -> EngineConfig:
@@ -19,8 +25,9 @@ def make_config(path: str, options: Mapping[str, object]) -> EngineConfig:
     known = EngineOptions.__struct_fields__
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(known)}"
+            arguments = (*known, *OWN_ARGUMENTS)
+            close = difflib.get_close_matches(name, arguments, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(arguments)}"
             raise ValueError(f"unknown option {name}; {hint}")
     try:
         return msgspec.convert({"model": path, **options}, EngineConfig)
@@ -30,23 +37,25 @@ def make_config(path: str, options: Mapping[str, object]) -> EngineConfig:
 
 def _explain(problem: str, options: Mapping[str, object]) -> str:
     """msgspec's "Expected ... - at `$.name`" in terms of the option."""
-    reason, _, where = problem.partition(" - at ")
-    name = where.strip("`").removeprefix("$.").partition(".")[0].partition("[")[0]
-    if name not in options:
-        return problem
-    bound = re.sub(r"^Expected ", "must be ", reason).replace("`", "")
-    if reason.startswith("Invalid enum value"):
-        bound = f"must be one of {', '.join(choices_of(name))}"
-    return f"{name} {bound}, got {options[name]!r}"
+    name = problem.partition(" - at ")[2].strip("`").removeprefix("$.")
+    fields = inspect.type_info(EngineOptions).fields  # type: ignore[attr-defined]
+    kind = next((field.type for field in fields if field.name == name), None)
+    return problem if kind is None else f"{name} must be {describe(kind)[0]}, got {options[name]!r}"
 
 
-def choices_of(name: str) -> list[str]:
-    """The values an enumerated option may have."""
-    field = next(item for item in msgspec.inspect.type_info(EngineOptions).fields if item.name == name)  # type: ignore[attr-defined]
-    kind = field.type
-    while isinstance(kind, msgspec.inspect.Metadata):
-        kind = kind.type
-    return [str(value) for value in getattr(kind, "values", ())]
+@contextmanager
+def python_names() -> Iterator[None]:
+    """Errors of the engine name the server's flags: here they name the library's options instead."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)", _python_name, str(error)),)
+        raise
+
+
+def _python_name(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    return name if name in EngineOptions.__struct_fields__ else flag[0]
 
 
 def resolve_path(model: str, progress: ProgressCallback) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_core.text_side import TextSide
-from ipc.messages import ChatPrompt, TextPrompt
+from ipc.messages import ROLES, ChatPrompt, TextPrompt
 from ipc.sampling import BoundError, SamplingParams
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -44,7 +44,14 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
         for message in conversation:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise BoundError("messages", message, 'a mapping with a "role"')
-    return [[dict(message) for message in conversation] for conversation in conversations]  # type: ignore[arg-type]
+            if message["role"] not in ROLES:
+                raise BoundError("role of messages", message["role"], f"one of {', '.join(ROLES)}")
+    return [[_plain(message) for message in conversation] for conversation in conversations]  # type: ignore[arg-type]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As the server hands it to templates, which know no developer."""
+    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from ipc.errors import UserError
 from ipc.messages import Abort, ChatPrompt, Deltas, StepOutput, TextPrompt
 from ipc.sampling import SamplingParams
 
@@ -52,9 +54,14 @@ def lookup(name: str) -> Any:
 
 
 class TextSide:
-    """Loads the text model of `path` when something first asks for it. Safe to use from several threads."""
+    """Loads the text model of `path` when something first asks for it. Safe to use from several threads.
+
+    Raises `UserError` at once if there is no such `chat_template`.
+    """
 
     def __init__(self, path: str, chat_template: str | None = None) -> None:
+        if chat_template is not None and not Path(chat_template).is_file():
+            raise UserError(f"chat_template must be a Jinja file, got {str(chat_template)!r}")
         self._path, self._chat_template = path, chat_template
         self._lock = threading.Lock()
         self._model: TextModel | None = None

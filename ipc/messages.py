@@ -47,6 +47,9 @@ class Error(msgspec.Struct, frozen=True, omit_defaults=True):
     code: ShortText | None = None
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of messages, as clients may name them
+
+
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", omit_defaults=True):
     """Messages still to be rendered with the model's chat template."""
 

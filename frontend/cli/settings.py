@@ -19,6 +19,7 @@ from msgspec import Meta, inspect
 
 from frontend.cli.errors import SettingsError
 from ipc.config import Config, EngineOptions, Positive, ServerOptions, TextOptions, option
+from ipc.expected import describe
 
 ENV_PREFIX = "GAPLESS_"
 
@@ -94,36 +95,13 @@ class Option(msgspec.Struct, frozen=True):
         return (f"--enable-{bare}", f"--disable-{bare}") if bare != name else (f"--{name}", f"--no-{name}")
 
 
-def _describe(kind: inspect.Type) -> tuple[str, str]:
-    """(what is expected, in words; metavar) of a type."""
-    match kind:
-        case inspect.Metadata():
-            return _describe(kind.type)
-        case inspect.UnionType():
-            return _describe(next(member for member in kind.types if not isinstance(member, inspect.NoneType)))
-        case inspect.LiteralType():
-            return "one of " + ", ".join(map(str, kind.values)), "NAME"
-        case inspect.BoolType():
-            return "true or false", ""
-        case inspect.IntType():
-            return f"an integer between {kind.ge} and {kind.le}", "N"
-        case inspect.FloatType():
-            low = f"above {kind.gt:g} and at most" if kind.gt is not None else f"between {kind.ge:g} and"
-            return f"a number {low} {kind.le:g}", "X"
-        case inspect.StrType(pattern=None):
-            return "text", "TEXT"
-        case inspect.StrType():  # the one pattern there is
-            return "a size such as 20GiB", "SIZE"
-    raise TypeError(f"a setting cannot be of type {kind}")
-
-
 def _options() -> dict[str, Option]:
     found: dict[str, Option] = {}
     for part, owner in typing.get_type_hints(Settings).items():
         hints = typing.get_type_hints(owner, include_extras=True)
         for field in inspect.type_info(owner).fields:  # type: ignore[attr-defined]
             meta = field.type
-            expected, metavar = _describe(meta)
+            expected, metavar = describe(meta)
             found[field.name] = Option(
                 key=field.name,
                 part=part,

@@ -11,12 +11,11 @@ import msgspec
 from frontend.errors import ApiError, shown
 from frontend.openai.schema import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from ipc.codec import pack_prompt
-from ipc.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from ipc.messages import ROLES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from ipc.sampling import MAX_INT
 
 MAX_PROMPTS = 1024
 MAX_DEPTH = 64  # of tools, tool calls and template arguments
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Template arguments that would replace what the server passes itself.
 RESERVED_KWARGS = frozenset(
     {

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_core import LLM, SamplingParams
+from engine_core import LLM, AsyncLLM, SamplingParams
 from engine_core.outputs import EngineError, RequestOutput
 from engine_core.progress import BatchProgress, load_progress
 from tests.engine_core.tiny_models import save_model
@@ -76,7 +76,7 @@ def test_importing_the_package_is_cheap() -> None:
 def test_use_with_ids_alone_needs_no_tokenizer(tiny_path: Path) -> None:
     code = f"""
 import sys
-from engine_core import LLM, SamplingParams
+from engine_core import LLM, AsyncLLM, SamplingParams
 llm = LLM({str(tiny_path)!r}, kv_tokens=512, threads=1)
 params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=1, prompt_logprobs=1, ignore_eos=True)
 whole = llm.generate([[1, 2, 3]], params)[0]
@@ -354,6 +354,17 @@ def test_bad_messages_are_value_errors(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
+def test_roles_are_those_of_the_server(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    with pytest.raises(ValueError, match=r"messages must be one of system, developer, user, .*, got 'x'"):
+        llm.chat([{"role": "user", "content": "hi"}, {"role": "x", "content": "hi"}], params)
+    ids = [
+        llm.chat([{"role": role, "content": "Be brief."}, {"role": "user", "content": "hi"}], params)[0]
+        for role in ("system", "developer")
+    ]
+    assert ids[0].prompt_token_ids == ids[1].prompt_token_ids
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -361,7 +372,15 @@ def test_bad_messages_are_value_errors(llm: LLM, messages: Any) -> None:
         ({"dtype": "float8"}, ["dtype", "float8", "bfloat16"]),
         ({"kv_tokens": "many"}, ["kv_tokens", "many", "int"]),
         ({"max_model_length": 5}, ["max_model_length", "max_model_len"]),
-        ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization", "1.5"]),
+        ({"gpu_memory_utilization": 90}, ["gpu_memory_utilization must be a number above 0 and at most 1, got 90"]),
+        ({"kv_bytes": "much"}, ["kv_bytes must be a size such as 20GiB, got 'much'"]),
+        ({"overlap": "yes"}, ["overlap must be true or false, got 'yes'"]),
+        ({"chat_templte": "x"}, ["did you mean chat_template?"]),
+        ({"quantization": "x"}, ["the options are device", "max_model_len", "chat_template", "progress"]),
+        ({"chat_template": "nowhere.jinja"}, ["chat_template", "nowhere.jinja"]),
+        # What only the engine can tell names options, not the server's flags.
+        ({"max_model_len": 99999}, ["max_model_len 99999 must be between 1 and"]),
+        ({"kv_tokens": 64, "max_model_len": 64, "kv_bytes": "1MiB"}, ["kv_tokens and kv_bytes both"]),
     ],
 )
 def test_a_bad_option_is_a_value_error_that_names_it(
@@ -371,6 +390,18 @@ def test_a_bad_option_is_a_value_error_that_names_it(
         LLM(str(tiny_path), **options)
     for word in words:
         assert word in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"max_model_len": 99999}, {"chat_template": "nowhere.jinja"}])
+def test_asyncio_programs_are_told_the_same(tiny_path: Path, options: dict[str, Any]) -> None:
+    told = []
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(ValueError) as caught:
+            kind(str(tiny_path), **options)
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    assert "--" not in told[0]
 
 
 def test_a_model_that_is_not_there_is_a_value_error(tmp_path: Path) -> None:
