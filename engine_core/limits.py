@@ -86,11 +86,13 @@ class Limits:
         low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
-            return _bad_request(f"prompt token ids must be between 0 and {self.vocab_size - 1}, got {bad}", "prompt")
+            return _bad_request(
+                f"prompt token ids must be between 0 and {self.vocab_size - 1}, got {bad}", "prompt", "invalid_value"
+            )
         try:
             request.sampling.check_vocabulary(self.vocab_size)
         except BoundError as error:
-            return _bad_request(str(error), error.field)
+            return _bad_request(str(error), error.field, "invalid_value")
         return None
 
 

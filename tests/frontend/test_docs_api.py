@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from frontend import cold
+from frontend.errors import ApiError
 from frontend.metrics import Metrics
 from frontend.openai import schema
+from frontend.openai.job import Limits
+from frontend.openai.parse import CHAT, COMPLETIONS, Parser
 from ipc.messages import ModelReady
 from ipc.sampling import SamplingParams
 from tests.frontend.fake import stats
@@ -64,3 +67,27 @@ def test_the_bounds_are_those_of_the_code() -> None:
     for field, value in {**good, "stop": ("x",) * 65}.items():
         with pytest.raises(ValueError, match=field):
             SamplingParams(**{field: value if field == "stop" else value + 1})  # type: ignore[arg-type, operator]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, "{", None, "invalid_json"),
+        (CHAT, "{}", None, "invalid_type"),
+        (CHAT, '{"messages": 5}', "messages", "invalid_type"),
+        (CHAT, '{"messages": [{"role": "user", "content": "x"}], "temperature": 200}', "temperature", "invalid_value"),
+        (COMPLETIONS, '{"prompt": [99]}', "prompt", "invalid_value"),
+        (CHAT, '{"messages": []}', "messages", None),
+        (COMPLETIONS, '{"prompt": []}', "prompt", None),
+        (CHAT, '{"messages": [{"role": "x", "content": "x"}]}', "messages", None),
+        (CHAT, '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages", None),
+        (CHAT, '{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', "top_logprobs", None),
+        (COMPLETIONS, '{"prompt": "x", "guided_regex": "x"}', "guided_regex", None),
+    ],
+)
+def test_a_400_has_the_code_and_param_that_the_page_says(
+    path: str, body: str, param: str | None, code: str | None
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        Parser().job(path, body.encode(), Limits(max_model_len=64, vocab_size=10))
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
