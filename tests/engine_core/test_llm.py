@@ -151,10 +151,11 @@ def test_n_answers_have_seeds_of_their_own(tiny: LLM) -> None:
     assert len({tuple(choice.token_ids) for choice in unseeded.choices}) == 4
 
 
-def test_without_max_tokens_the_context_is_the_bound(tiny: LLM) -> None:
-    output = tiny.generate([1, 2, 3], SamplingParams(seed=1, ignore_eos=True))[0]
-    assert len(output.token_ids) == 64 - 3
-    assert output.finish_reason == "length"
+def test_the_context_is_the_bound_whatever_max_tokens_says(tiny: LLM) -> None:
+    for max_tokens in (None, 62, 100_000):
+        output = tiny.generate([1, 2, 3], SamplingParams(seed=1, ignore_eos=True, max_tokens=max_tokens))[0]
+        assert len(output.token_ids) == 64 - 3
+        assert output.finish_reason == "length"
     assert_idle(tiny)
 
 
