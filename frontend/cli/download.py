@@ -129,47 +129,43 @@ def _pip_failure(alias: Alias, requirement: str, output: str) -> str:
 
 def fetch_hub(repo: str, progress: Progress, cached: Callable[[], list[CachedModel]]) -> Path:
     """Folder of a hub repository's snapshot. A complete one in the cache is used as it is, with no network."""
+    return _hub_snapshot(repo) or _hub_download(repo, HUB_FILES, progress, cached)
+
+
+def fetch_config(repo: str, progress: Progress) -> Path:
+    """Folder with the config.json of a hub repository; no weights are fetched. One in the cache needs no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from frontend.cli.models import cached_models
+
+    found = try_to_load_from_cache(repo, "config.json")
+    if isinstance(found, str):
+        return Path(found).parent
+    folder = _hub_download(repo, ["config.json"], progress, cached_models)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{repo} on the hub has no config.json")
+    return folder
+
+
+def _hub_download(repo: str, patterns: list[str], progress: Progress, cached: Callable[[], list[CachedModel]]) -> Path:
+    """By `snapshot_download` for one file, too: without a network it gives up at once, `hf_hub_download` tries on."""
     from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    local = _hub_snapshot(repo)
-    if local is not None:
-        return local
     disable_progress_bars()
     progress(f"looking up {repo} on the hub", None)
     try:
-        files = snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED, dry_run=True)
+        files = snapshot_download(repo, allow_patterns=patterns, ignore_patterns=HUB_IGNORED, dry_run=True)
         total = sum(file.file_size or 0 for file in files if file.will_download)
         phase = f"downloading {repo} ({total / 1e9:.2f} GB)"
         with _growth(Path(constants.HF_HUB_CACHE), total, phase, progress):
-            return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+            return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=HUB_IGNORED))
     except errors.GatedRepoError:
         raise ModelError(_GATED.format(repo)) from None
     except errors.RepositoryNotFoundError:
         raise ModelError(_UNKNOWN.format(repo)) from None
     except (errors.HfHubHTTPError, errors.DryRunError, errors.LocalEntryNotFoundError, OSError) as error:
         raise ModelError(_offline(repo, error, cached())) from None
-
-
-def fetch_config(repo: str, progress: Progress) -> Path:
-    """Folder with the config.json of a hub repository; no weights are fetched."""
-    from huggingface_hub import errors, hf_hub_download
-
-    from frontend.cli.models import cached_models
-
-    progress(f"looking up {repo} on the hub", None)
-    try:
-        return Path(hf_hub_download(repo, "config.json")).parent
-    except errors.EntryNotFoundError as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):
-            raise ModelError(_offline(repo, error, cached_models())) from None
-        raise ModelError(f"{repo} on the hub has no config.json") from None
-    except errors.GatedRepoError:
-        raise ModelError(_GATED.format(repo)) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelError(_UNKNOWN.format(repo)) from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise ModelError(_offline(repo, error, cached_models())) from None
 
 
 def _hub_snapshot(repo: str) -> Path | None:

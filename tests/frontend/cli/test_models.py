@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from huggingface_hub import errors
 
 from frontend.cli import download, models
+from frontend.cli.download import fetch_config
 from frontend.cli.errors import ModelError
-from frontend.cli.models import ALIASES, SMOLLM2, cached_models, models_dir, resolve_model
+from frontend.cli.models import ALIASES, SMOLLM2, cached_models, models_dir, no_progress, resolve_model
 
 
 def hf_folder(path: Path, *without: str) -> Path:
@@ -178,8 +180,27 @@ def test_an_unreachable_hub_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(models, "_cached_hub_models", lambda: iter(()))
-    with pytest.raises(ModelError, match=r"org/model is not in the cache.*cannot be reached(?s:.*)Cached models: none"):
+    unreachable = r"org/model is not in the cache.*cannot be reached(?s:.*)Cached models: none"
+    with pytest.raises(ModelError, match=unreachable):
         resolve_model("org/model", cache_dir=tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"tries again, after {seconds} s"))
+    with pytest.raises(ModelError, match=unreachable):
+        fetch_config("org/model", no_progress)
+
+
+def test_a_config_is_taken_from_the_cache_or_fetched_alone(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.online = hf_folder(tmp_path / "online")
+    assert fetch_config("org/model", no_progress) == hub.online
+    assert [patterns["allow_patterns"] for patterns in hub.downloads] == [["config.json"]]
+    hub.online = hf_folder(tmp_path / "without", "config.json")
+    with pytest.raises(ModelError, match=r"org/model on the hub has no config\.json"):
+        fetch_config("org/model", no_progress)
+    cached = str(tmp_path / "cached" / "config.json")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, name: cached)
+    hub.error = AssertionError("asked the hub")
+    assert fetch_config("org/model", no_progress) == tmp_path / "cached"
 
 
 def test_complete_models_of_the_hub_cache_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
