@@ -36,8 +36,9 @@ from bench.online_steps import StepBench
 from bench.online_table import measure_table
 from bench.recorded import rings
 from bench.report import Report
-from bench.served import Served, engine_config, make_model, make_tokenizer, serve, serve_arguments
+from bench.served import TOKENIZER_FILES, Served, engine_config, make_model, make_tokenizer, serve, serve_arguments
 from ipc.cores import usable_cores
+from ipc.errors import UserError
 from ipc.recorder.store import SHARED_MEMORY
 
 SHAPE = "smollm2-135m"
@@ -111,10 +112,15 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="what to write as the commit measured")
     given = parser.parse_args()
     if given.make_tokenizer:
-        make_tokenizer(*given.make_tokenizer)
+        try:
+            make_tokenizer(*given.make_tokenizer)
+        except (OSError, UserError) as error:
+            sys.exit(f"error: {error}")
         return
     if given.tokenizer is None:
         parser.error("--tokenizer FOLDER is needed (--make-tokenizer writes one)")
+    if not (given.tokenizer / TOKENIZER_FILES[0]).is_file():
+        sys.exit(f"error: {given.tokenizer} has no {TOKENIZER_FILES[0]}; --make-tokenizer writes one")
     if unknown := set(given.parts.split(",")) - {"table", "step", "stall"}:
         parser.error(f"--parts: there is no {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped

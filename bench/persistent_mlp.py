@@ -10,7 +10,9 @@ layer, medians of CUDA-graph replays over all layers of a model, and the largest
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
@@ -187,6 +189,14 @@ def study(name: str) -> None:
               f"{time:.2f} us, error {error:.3f}")  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: this needs a CUDA device")
     for shape in SHAPES:
         study(shape)
+
+
+if __name__ == "__main__":
+    main()
