@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ WORDS = _WORDS.split()
 # Of the conversations in ShareGPT that others measure with: about 210 tokens in and 200 out on average, long tails.
 _SHAREGPT_IN, _SHAREGPT_OUT = (math.log(90), 1.3), (math.log(110), 1.1)
 _SHAREGPT_BOUNDS = (4, 1024)
+_SHAREGPT_FORM = '[{"conversations": [{"value": TEXT}, {"value": TEXT}]}, ...]'
 _CHARS_PER_TOKEN = 4
 
 
@@ -28,6 +28,14 @@ class Request(msgspec.Struct, frozen=True):
     prompt: str
     output_len: int  # tokens wanted
     at: float  # seconds after the start, 0 for as soon as possible
+
+
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Turn]
 
 
 def random_lengths(rng: random.Random, count: int, length: int, ratio: float) -> list[int]:
@@ -61,10 +69,10 @@ def sharegpt_pairs(rng: random.Random, count: int, path: Path) -> list[tuple[str
     Raises ValueError if the file holds none that can be used, OSError if it cannot be read.
     """
     try:
-        found: Any = msgspec.json.decode(path.read_bytes())
-        turns = [[turn["value"] for turn in item["conversations"][:2]] for item in found]
-    except (msgspec.DecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not in ShareGPT's format: {error!r}") from None
+        found = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be JSON of the form {_SHAREGPT_FORM}: {error}") from None
+    turns = [[turn.value for turn in item.conversations[:2]] for item in found]
     pairs = [(two[0], max(1, len(two[1]) // _CHARS_PER_TOKEN)) for two in turns if len(two) == 2 and all(two)]
     if not pairs:
         raise ValueError(f"{path} holds no conversation of two turns")

@@ -183,7 +183,20 @@ def test_sharegpts_file(rng: random.Random, tmp_path: Path) -> None:
     talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "x" * 40}]
     path.write_text(json.dumps([{"conversations": talk}, {"conversations": talk[:1]}, {"conversations": []}]))
     assert workload.sharegpt_pairs(rng, 3, path) == [("Hello", 10)] * 3
-    for text in ("[]", "{", '[{"a": 1}]', "7"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"sharegpt\.json"):
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"sharegpt\.json holds no conversation"):
+        workload.sharegpt_pairs(rng, 1, path)
+    wrong = (
+        "{",
+        '[{"a": 1}]',
+        "7",
+        '{"conversations": []}',
+        '["x"]',
+        '[{"conversations": [{"value": 5}]}]',
+        '["\udcff"]',
+    )
+    for text in wrong:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"sharegpt\.json must be .*\"conversations\": .*: \w") as caught:
             workload.sharegpt_pairs(rng, 1, path)
+        assert "Error" not in str(caught.value)
