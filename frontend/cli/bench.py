@@ -88,8 +88,16 @@ def serve(**given: Any) -> None:
 
 
 @COMMAND.command(
-    help="Time the engine of MODEL alone: decode steps, prefill, a workload, the first token. --dummy takes random "
-    "weights of its shape; other arguments go to the measurement (--quick, --device, --out).",
+    help="""Time the engine of MODEL alone: decode steps, prefill, a workload, the first token. A JSON line for each.
+
+\b
+  --device NAME    auto, cuda or cpu [auto]
+  --dummy          random weights of the model's shape
+  --quick          one and four sequences and a short prompt only
+  --first-token    only load and make one token
+  --out FILE       append the lines to this file
+  --commit TEXT    what to write as the commit measured
+""",
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("model", required=False)

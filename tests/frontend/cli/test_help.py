@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -66,3 +68,11 @@ def test_a_misspelt_command_and_a_misspelt_flag_name_the_nearest() -> None:
     flag = CliRunner().invoke(GROUP, ["serve", "--max-num-seq", "3"])
     assert flag.exit_code == 2
     assert "--max-num-seqs" in flag.output
+
+
+def test_bench_offline_lists_what_it_hands_on_to_the_measurement() -> None:
+    source = (Path(__file__).parents[3] / "engine_core" / "measure.py").read_text(encoding="utf-8")
+    flags = re.findall(r'add_argument\("(--[a-z-]+)"', source)
+    page = CliRunner().invoke(GROUP, ["bench", "offline", "--help"]).output
+    assert len(flags) > 5
+    assert [flag for flag in flags if f"  {flag} " not in page] == []
