@@ -72,8 +72,10 @@ class ModelRunner:
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
-        # Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary], of a batch.
-        self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]] = self._run_layers
+        # Of a batch: hidden states [tokens, hidden] before the last norm, logits [sampling rows, vocabulary], and the
+        # index of the largest of each row, if that is known.
+        self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+        self.forward = self._run_layers
         if isinstance(attention, CpuAttention) and CpuModel.supports(model):
             self.forward = CpuModel(model, attention, max_batched_tokens(config, "cpu")).forward
 
@@ -100,13 +102,13 @@ class ModelRunner:
         if not plan.rows:
             return Done(StepTokens([]))
         batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
-        hidden, logits = self.forward(batch)
+        hidden, logits, best = self.forward(batch)
         sampling = [row for row in plan.rows if row.samples]
         tokens = StepTokens([])
         if sampling:
             requests = [row.request for row in sampling]
             positions = [row.stop - row.request.num_prompt_tokens for row in sampling]
-            tokens = self.sampler.sample(logits, requests, positions)
+            tokens = self.sampler.sample(logits, requests, positions, best)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
         for row, start in zip(plan.rows, batch.query_starts.tolist(), strict=False):
             if wants_prompt_logprobs(row):
@@ -114,9 +116,9 @@ class ModelRunner:
                 tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
 
-    def _run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden = self.model.forward(batch, self.attention)
-        return hidden, self.model.logits(hidden[batch.logits_rows])
+        return hidden, self.model.logits(hidden[batch.logits_rows]), None
 
     def idle(self) -> bool:
         return False

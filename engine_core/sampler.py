@@ -42,15 +42,22 @@ class Sampler:
         self._truncation = Truncation(vocab_size)
         self._edited_row = np.empty(vocab_size, np.float32)
 
-    def sample(self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int] | None = None) -> StepTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        positions: Sequence[int] | None = None,
+        largest: Tensor | None = None,
+    ) -> StepTokens:
         """One token per row of float32 `logits` [rows, vocab_size], which are not changed.
 
         `positions` are the output positions sampled for; without them each request's next one after its committed
-        tokens, which is right when no other step is in flight. Rows whose logits hold NaN or +inf, or in which every
-        token is masked, are in `failed` (with token id 0) and leave the other rows alone.
+        tokens, which is right when no other step is in flight. `largest` [rows] is where each row's largest value is,
+        the first NaN if there is one; without it, that is looked for here. Rows whose logits hold NaN or +inf, or in
+        which every token is masked, are in `failed` (with token id 0) and leave the other rows alone.
         """
         rows = _host(logits)
-        best = argmax(rows)  # a NaN counts as the maximum
+        best = argmax(rows) if largest is None else largest.tolist()  # a NaN counts as the maximum
         step = StepTokens(token_ids=list(best))
         for index, request in enumerate(requests):
             row, position = rows[index], positions[index] if positions else len(request.output_ids)

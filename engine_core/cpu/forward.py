@@ -10,8 +10,9 @@
     product   gate and up, SiLU * up; round
     product   down, added to the residual stream
 
-Float weights need no rounding, but their products are stored before SiLU or the sum. Then come the last norm and the
-logits, of the rows that are sampled. Results are those of `LlamaForCausalLM`, bit for bit.
+Float weights need no rounding, but their products are stored before SiLU or the sum. Then come the last norm, the
+logits of the rows that are sampled, and the likeliest token of each, while the team's threads are awake. Results are
+those of `LlamaForCausalLM`, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CpuModel:
         """`most_tokens`: of any step."""
         self._model, self._attention, self._most_tokens = model, attention, most_tokens
         self._capacity = 0
-        self._logits = torch.empty(0)
+        self._logits, self._best = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._cos = self._sin = torch.empty(0)
 
     @staticmethod
@@ -52,9 +53,9 @@ class CpuModel:
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         return model.dtype == torch.float32 and all(isinstance(linear, PackedLinear) for linear in linears)
 
-    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [tokens, hidden] before the last norm, and logits [sampling rows, vocabulary]; writes K and V
-        of all tokens."""
+    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [tokens, hidden] before the last norm, logits [sampling rows, vocabulary], and the index of the
+        largest of each row, int64, a NaN being largest; writes K and V of all tokens."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         self._make_room(tokens, rows, int(batch.context_lens.max()))
         self._total[:tokens] = self._model.embedding(batch.token_ids)
@@ -67,7 +68,7 @@ class CpuModel:
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
         args[self._attends, ATTEND_STEP] = self._attention.step_args(batch)
         self._program.run()
-        return self._total[:tokens], self._logits[:rows, : self._model.config.vocab_size]
+        return self._total[:tokens], self._logits[:rows, : self._model.config.vocab_size], self._best[:rows]
 
     def _make_room(self, tokens: int, rows: int, length: int) -> None:
         """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
@@ -93,13 +94,15 @@ class CpuModel:
             stages.attend(index, self._attention, output)
             stages.norm(layer.post_attention_norm, gate_up)
             stages.mlp(gate_up, down)
-        self._head = [len(launches), len(launches) + 1]
+        self._head = [len(launches), len(launches) + 1, len(launches) + 2]
         stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
         stages.product(head, out=logits)
+        best = torch.empty(logits_rows, dtype=torch.int64)
+        stages.argmax(logits, model.config.vocab_size, best)
         self._enters, self._attends = enters, attends
         self._stages, self._program = stages, Program(launches)
-        self._capacity, self._total, self._logits = capacity, stages.total, logits
+        self._capacity, self._total, self._logits, self._best = capacity, stages.total, logits, best
 
 
 def _qk_norms(attention: object) -> tuple[RMSNorm, RMSNorm] | None:

@@ -91,6 +91,11 @@ class Stages:
         self._add(kernel("linear:quantize"), given)
         self.added_product(consumer)
 
+    def argmax(self, logits: torch.Tensor, vocab_size: int, best: torch.Tensor) -> None:
+        """`best` of each row: the index of the largest of the first `vocab_size` numbers."""
+        given = (NEW, logits.data_ptr(), logits.stride(0), vocab_size, best.data_ptr())
+        self._add(kernel("elementwise:argmax"), given)
+
     def _target(self, consumer: PackedLinear, memory: torch.Tensor) -> tuple[int, int, int]:
         """Where a product's inputs go: `out`, `rounded` and `offset` of the kernels that write them."""
         inputs = memory.data_ptr()

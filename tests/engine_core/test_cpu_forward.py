@@ -37,7 +37,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Hidden states and logits of the same random steps, side by side: of the program, and of the layers."""
+    """Hidden states, logits and where those are largest, side by side: of the program, and of the layers."""
     layers = CpuAttention(runner.spec)
     layers.allocate(KV_TOKENS // 16 + 1)
     prompts = [[rng.randrange(320) for _ in range(length)] for length in (130, 1, 47, 64, 90)]
@@ -48,7 +48,8 @@ def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tenso
         batch = make_batch(StepPlan(tuple(rows)), 16, runner.spec.device)
         actual = runner.forward(batch)
         hidden = runner.model.forward(batch, layers)
-        expected = hidden, runner.model.logits(hidden[batch.logits_rows])
+        logits = runner.model.logits(hidden[batch.logits_rows])
+        expected = hidden, logits, torch.from_numpy(logits.numpy().argmax(1))
         yield from zip(actual, expected, strict=True)
 
 
@@ -82,6 +83,8 @@ def test_a_nan_stays_in_its_row(tmp_path: Path, rng: random.Random) -> None:
     clean = runner.forward(batch)[1].clone()
     weight = runner.model.embedding.weight  # type: ignore[attr-defined]
     weight.data[1, 5] = math.nan
-    logits = runner.forward(batch)[1]
+    _, logits, best = runner.forward(batch)
+    assert best is not None
+    assert not best[:40].any()
     assert not logits[:40].isfinite().any()
     assert torch.equal(logits[40:], clean[40:])

@@ -15,7 +15,9 @@ from engine_core.kernels.cpu_source.tile import linear_tile
 from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache
-PANEL = 9  # blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache
+# Blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache.
+PANEL, FEW_PANEL = 9, 18
+FEW = 16  # rows up to which it is `FEW_PANEL`
 ROW_BYTES = CHUNK * 4  # of sums
 
 
@@ -41,8 +43,8 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
     def kernel(args: Any) -> None:
         rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
         out, out_stride, bias, offset = args[6], args[7], args[8], args[9]
-        panel = stack(PANEL * panel_size + parts * ROWS * ROW_BYTES)
-        sums = panel + PANEL * panel_size
+        panel = stack(FEW_PANEL * panel_size + parts * ROWS * ROW_BYTES)
+        sums = panel + FEW_PANEL * panel_size
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         task = next_task(args)
         while task < tasks:
@@ -51,7 +53,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
             last_row = smaller(rows, first_row + ROWS)
             all_rows = last_row - first_row
             alone = all_rows == 8 or all_rows == 4 or all_rows <= 2
-            size = blocks if alone else PANEL
+            size = blocks if alone else FEW_PANEL if all_rows <= FEW else PANEL
             for part in range(parts):
                 chunk, ahead = place + part * chunks, place + (part + 1) * chunks
                 if part + 1 == parts:
