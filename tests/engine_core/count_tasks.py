@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_core.kernels.cpu_source.compiler import int64s, next_task
+from engine_core.kernels.cpu_source.compiler import choose_side, int64s, next_task
 
 
 def count_tasks() -> Callable[[Any], None]:
@@ -13,8 +13,9 @@ def count_tasks() -> Callable[[Any], None]:
 
     def kernel(args: Any) -> None:
         counts = int64s(args[2])
+        side = choose_side(args)
         while True:
-            task = next_task(args)
+            task = next_task(args, side, args[1])
             if task >= args[1]:
                 break
             counts[task] += 1

@@ -15,7 +15,16 @@ import numba
 import numpy as np
 
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS
-from engine_core.kernels.cpu_source.compiler import floats, int32s, int64s, larger, next_task, smaller, stack
+from engine_core.kernels.cpu_source.compiler import (
+    choose_side,
+    floats,
+    int32s,
+    int64s,
+    larger,
+    next_task,
+    smaller,
+    stack,
+)
 from engine_core.kernels.cpu_source.pool import key_writer, value_writer
 from engine_core.kernels.cpu_source.scores import score_tile, value_tile
 from engine_core.kernels.cpu_source.vector import LANES, add_rows, exp_row, rotate_head, row_max, scale_row, square_sum
@@ -37,8 +46,9 @@ def write(half: bool) -> Callable[[Any], None]:
         slots, keys, values = int64s(args[6]), args[7], args[8]
         kv_heads, dim, size = args[9], args[10], args[11]
         step = GROUP if tokens >= MANY else 1
+        side, tasks = choose_side(args), (tokens + step - 1) // step
         while True:
-            first = next_task(args) * step
+            first = next_task(args, side, tasks) * step
             if first >= tokens:
                 break
             for token in range(first, smaller(first + step, tokens)):
@@ -66,8 +76,9 @@ def enter(half: bool) -> Callable[[Any], None]:
         heads, kv_heads, dim, size = args[14], args[15], args[16], args[17]
         width = (heads + 2 * kv_heads) * dim
         step = GROUP if tokens >= MANY else 1
+        side, tasks = choose_side(args), (tokens + step - 1) // step
         while True:
-            first = next_task(args) * step
+            first = next_task(args, side, tasks) * step
             if first >= tokens:
                 break
             for token in range(first, smaller(first + step, tokens)):
@@ -142,9 +153,10 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
         q_at = here + 2 * PLACES  # float32, for each of `most` rows
         total_at, scores_at = q_at + most * dim * 4, q_at + most * dim * 8
         largest, weight = floats(scores_at + most * CONTEXT * 4), floats(scores_at + most * (CONTEXT + 1) * 4)
-        task, located = next_task(args), False
-        while task < num_tasks * kv_heads:
-            following = next_task(args)
+        side, all_tasks = choose_side(args), num_tasks * kv_heads
+        task, located = next_task(args, side, all_tasks), False
+        while task < all_tasks:
+            following = next_task(args, side, all_tasks)
             kv_head, entry = task % kv_heads, task // kv_heads * 3
             first, count = tasks[entry + 1], tasks[entry + 2]
             table = int32s(tables + tasks[entry] * table_stride * 4)
@@ -164,7 +176,7 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
                 stop = smaller(start + CONTEXT, context)
                 if stop < context:
                     locate(int64s(ahead), pool, table, kv_head, stop, context)
-                elif following < num_tasks * kv_heads:
+                elif following < all_tasks:
                     entry = following // kv_heads * 3
                     table = int32s(tables + tasks[entry] * table_stride * 4)
                     next_begin, next_context = extent(tasks, entry, positions, window)

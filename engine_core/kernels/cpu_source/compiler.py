@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64))
+_BACK, _ENTERED = 1 << 24, 1 << 48  # what is added to a counter of tasks
 # Names of numba's runtime, and of Python's for its exceptions: code that has them would need numba at every start.
 SYMBOL = re.compile(rb"\0(NRT_\w+|numba_\w+|PyErr_\w+)")
 
@@ -28,13 +29,35 @@ def compile_kernel(kernel: Callable[[Any], None], machine: Any) -> tuple[str, by
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def next_task(typing_context: Any, args: Any) -> Any:
-    """Draw the next task number from the counter in `args[0]` (atomic)."""
+def _fetch_add(typing_context: Any, args: Any, value: Any) -> Any:
+    """What the counter in `args[0]` was before `value` was added (atomic)."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", values[0], values[1], "monotonic")
 
-    return types.int64(types.CPointer(types.int64)), codegen
+    return types.int64(types.CPointer(types.int64), types.int64), codegen
+
+
+@numba.njit(inline="always")
+def choose_side(args):  # type: ignore[no-untyped-def]
+    """From which side of the tasks this thread draws: the first thread to come from the front, the next from the back.
+
+    So neighbours, and what the same numbers stand for in the next kernel, mostly stay in one core's cache.
+    """
+    return _fetch_add(args, _ENTERED) // _ENTERED % 2
+
+
+@numba.njit(inline="always")
+def next_task(args, side, tasks):  # type: ignore[no-untyped-def]
+    """Draw the next of the tasks from 0 to `tasks`, which itself is what comes when none is left.
+
+    The counter has how many were drawn at the front, at the back, and how many threads have come.
+    """
+    drawn = _fetch_add(args, _BACK if side else 1)
+    front, back = drawn % _BACK, drawn % _ENTERED // _BACK
+    if front + back >= tasks:
+        return tasks
+    return tasks - 1 - back if side else front
 
 
 def pointer_view(element: types.Type) -> Any:

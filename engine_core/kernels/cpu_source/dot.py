@@ -58,14 +58,17 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
             unpacked = Panel(e, form, vectors, at)
             source = unpacked if panel == "read" else packed
             sums = [[_first_sum(e, form, x_block, m, width)] * vectors for m in range(rows)]
+            fetch_block = builder.add(fetch, builder.mul(number, e.const(fetched)))
+            lines = range(0, fetched, CACHE_LINE)
+            at_once = -(-len(lines) * STEP // BLOCK)
             for at, integers in source.integers():
+                for line in lines[at // STEP * at_once :][:at_once]:  # evenly: what is asked for at once has to queue
+                    e.prefetch(fetch_block, line, near=False)
                 if panel == "write":
                     unpacked.keep_integers(at, integers)
                 for m in range(rows):
                     x_part = e.broadcast(e.at(x_block, m * X_BLOCK_BYTES + at, _I32), LANES)
                     sums[m] = [_dot(e, *pair, x_part, width) for pair in zip(sums[m], integers, strict=True)]
-            for line in range(0, fetched, CACHE_LINE):
-                e.prefetch(builder.add(fetch, builder.mul(number, e.const(fetched))), line, near=False)
             for v in range(vectors):
                 factors = source.factors(v)
                 if panel == "write":

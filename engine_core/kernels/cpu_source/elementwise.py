@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine_core.kernels.cpu_layout import BLOCK, TASK_ROWS, X_STEP
-from engine_core.kernels.cpu_source.compiler import floats, int64s, next_task, smaller
+from engine_core.kernels.cpu_source.compiler import choose_side, floats, int64s, next_task, smaller
 from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_normed, rounded_row
 from engine_core.kernels.cpu_source.vector import (
     LANES,
@@ -40,8 +40,9 @@ def add_rms_norm() -> Callable[[Any], None]:
         total, weight, columns, eps = args[7], args[8], args[9], np.float32(args[10] / 2.0**60)
         out, rounded, offset, index = args[11], args[12], args[13], int64s(args[14])
         blocks = columns // BLOCK
+        side, tasks = choose_side(args), (rows + TASK_ROWS - 1) // TASK_ROWS
         while True:
-            first = next_task(args) * TASK_ROWS
+            first = next_task(args, side, tasks) * TASK_ROWS
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
@@ -70,8 +71,9 @@ def add() -> Callable[[Any], None]:
 
     def kernel(args: Any) -> None:
         rows, x, x_stride, bias, columns = args[1], args[2], args[3], args[4], args[6]
+        side = choose_side(args)
         while True:
-            row = next_task(args)
+            row = next_task(args, side, rows)
             if row >= rows:
                 break
             address, total = x + row * x_stride * 4, args[5] + row * columns * 4
@@ -87,8 +89,9 @@ def rotate() -> Callable[[Any], None]:
 
     def kernel(args: Any) -> None:
         tokens, x, x_stride, heads, half = args[1], args[2], args[3], args[7], args[8] // 2
+        side, tasks = choose_side(args), (tokens + TASK_ROWS - 1) // TASK_ROWS
         while True:
-            first = next_task(args) * TASK_ROWS
+            first = next_task(args, side, tasks) * TASK_ROWS
             if first >= tokens:
                 break
             for token in range(first, smaller(first + TASK_ROWS, tokens)):
@@ -107,8 +110,9 @@ def silu_and_mul() -> Callable[[Any], None]:
         rows, x, x_stride, bias, columns = args[1], args[2], args[3], args[4], args[5]
         out, rounded, offset = args[6], args[7], args[8]
         blocks = columns // BLOCK
+        side, tasks = choose_side(args), (rows + TASK_ROWS - 1) // TASK_ROWS
         while True:
-            first = next_task(args) * TASK_ROWS
+            first = next_task(args, side, tasks) * TASK_ROWS
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
@@ -132,8 +136,9 @@ def argmax() -> Callable[[Any], None]:
 
     def kernel(args: Any) -> None:
         rows, x, x_stride, columns, out = args[1], args[2], args[3], args[4], int64s(args[5])
+        side = choose_side(args)
         while True:
-            row = next_task(args)
+            row = next_task(args, side, rows)
             if row >= rows:
                 break
             address = x + row * x_stride * 4

@@ -8,11 +8,12 @@ from typing import Any
 import numba
 
 from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, GROUP, STORE, TASK_ROWS, X_STEP, WeightFormat
-from engine_core.kernels.cpu_source.compiler import next_task, smaller, stack
+from engine_core.kernels.cpu_memory import CACHE_LINE
+from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
 from engine_core.kernels.cpu_source.rounding import quantize_block, quantize_gated, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
-from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row
+from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache
 # Blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache.
@@ -46,13 +47,17 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
         panel = stack(FEW_PANEL * panel_size + parts * ROWS * ROW_BYTES)
         sums = panel + FEW_PANEL * panel_size
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
-        task = next_task(args)
+        side = choose_side(args)
+        task = next_task(args, side, tasks)
         while task < tasks:
-            following = next_task(args)
+            following = next_task(args, side, tasks)
             place, first_row = task % chunks, task // chunks * ROWS
             last_row = smaller(rows, first_row + ROWS)
             all_rows = last_row - first_row
             alone = all_rows == 8 or all_rows == 4 or all_rows <= 2
+            if result != GATE:
+                for row in range(first_row, last_row):
+                    expect_row(out + row * out_stride * 4 + place * ROW_BYTES, ROW_BYTES // CACHE_LINE)
             size = blocks if alone else FEW_PANEL if all_rows <= FEW else PANEL
             for part in range(parts):
                 chunk, ahead = place + part * chunks, place + (part + 1) * chunks
@@ -134,8 +139,9 @@ def quantize() -> Callable[[Any], None]:
 
     def kernel(args: Any) -> None:
         rows, x, x_stride, blocks, out, offset = args[1], args[2], args[3], args[4], args[5], args[6]
+        side, tasks = choose_side(args), (rows + TASK_ROWS - 1) // TASK_ROWS
         while True:
-            first = next_task(args) * TASK_ROWS
+            first = next_task(args, side, tasks) * TASK_ROWS
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
@@ -157,8 +163,9 @@ def floats() -> Callable[[Any], None]:
         rows, x, x_stride, weights, blocks = args[1], args[2], args[3], args[4], args[5]
         chunks, out, out_stride = args[6], args[7], args[8]
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
+        side = choose_side(args)
         while True:
-            task = next_task(args)
+            task = next_task(args, side, tasks)
             if task >= tasks:
                 break
             chunk, first_row = task % chunks, task // chunks * ROWS

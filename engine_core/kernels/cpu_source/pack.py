@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_core.kernels.cpu_layout import CHUNK
-from engine_core.kernels.cpu_source.compiler import int16s, int32s, larger, next_task, smaller
+from engine_core.kernels.cpu_source.compiler import choose_side, int16s, int32s, larger, next_task, smaller
 
 
 def pack() -> Callable[[Any], None]:
@@ -22,8 +22,9 @@ def pack() -> Callable[[Any], None]:
         first_row, rows, blocks, words, flip = args[10], args[11], args[12], args[13], args[14]
         out, block_bytes, kinds = args[15], args[16], args[17]
         first_chunk, last_chunk = first_row // CHUNK, (first_row + rows - 1) // CHUNK
+        side = choose_side(args)
         while True:
-            chunk = first_chunk + next_task(args)
+            chunk = first_chunk + next_task(args, side, last_chunk - first_chunk + 1)
             if chunk > last_chunk:
                 break
             begin = larger(first_row, chunk * CHUNK)

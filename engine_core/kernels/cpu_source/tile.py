@@ -55,12 +55,15 @@ class Emit:
     def put(self, value: Any, address: Any, offset: int) -> None:
         self.b.store(value, self._pointer(address, offset, value.type), align=_alignment(value.type))
 
-    def prefetch(self, address: Any, offset: int, near: bool = True) -> None:
-        """Have the cache line at `address + offset` bytes come from memory, not only to the second-level cache."""
+    def prefetch(self, address: Any, offset: int, near: bool = True, write: bool = False) -> None:
+        """Have the cache line at `address + offset` bytes come from memory, not only to the second-level cache.
+
+        `write`: to be written to, so that other cores lose theirs.
+        """
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), *[_I32] * 3])
         function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
-        read, locality, data = (ir.Constant(_I32, value) for value in (0, 3 if near else 2, 1))
-        self.b.call(function, [self._pointer(address, offset, _I8), read, locality, data])
+        what = (int(write), 3 if near else 2, 1)  # write or read, how near, data
+        self.b.call(function, [self._pointer(address, offset, _I8), *(ir.Constant(_I32, value) for value in what)])
 
     def _pointer(self, address: Any, offset: int, kind: Any) -> Any:
         """Steps from a pointer become part of an instruction; sums of integers would be kept in registers."""

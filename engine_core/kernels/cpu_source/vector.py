@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.tile import Emit
 
 LANES = 16  # floats in a vector
@@ -161,6 +162,20 @@ def copy_row(typing_context: Any, x: Any, out: Any, vectors: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def expect_row(typing_context: Any, row: Any, lines: Any) -> Any:
+    """`expect_row(address, lines)`: have as many cache lines come, to be written to later. Any address will do."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        row, lines = values
+        e = Emit(builder)
+        with cgutils.for_range(builder, lines, intp=_I64) as loop:
+            e.prefetch(builder.add(row, builder.mul(loop.index, e.const(CACHE_LINE))), 0, write=True)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
