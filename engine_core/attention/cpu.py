@@ -4,6 +4,8 @@ The KV pool is float32 too, or half precision if `kv_dtype` of its spec says so.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -56,9 +58,10 @@ class CpuAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the query tokens into tasks, those with the longest contexts first."""
         step = max(1, QUERY_ROWS * self.spec.num_kv_heads // self.spec.num_heads)
+        borders = batch.query_starts.tolist()
         tasks = [
             (row, first, min(step, stop - first))
-            for row, (start, stop) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True))
+            for row, (start, stop) in enumerate(itertools.pairwise(borders))
             for first in range(start, stop, step)
         ]
         self._tasks = np.array(tasks, np.int64).reshape(-1, 3)

@@ -1,7 +1,7 @@
 """The machine code of the CPU kernels, kept on disk: a start that finds it there imports no compiler.
 
 A kernel is a C function `void kernel(int64_t *args)`. Every thread of a team (`cpu_team`) calls it with the same
-arguments; they share the work by drawing task numbers from `args[0]`, a counter that starts at 0, until none are left.
+arguments; they share the work by drawing task numbers until none are left, by a counter in `args[0]` that starts at 0.
 Which thread computes a value never changes how it is computed, so results do not depend on the number of threads.
 """
 
