@@ -124,7 +124,7 @@ def find_request(timeline: Timeline, wanted: str) -> set[int]:
 def lifetime(timeline: Timeline, only: set[int]) -> tuple[int, int]:
     """The time in which these requests were in the server."""
     lives = [request for request in timeline.requests if request.id in only]
-    return min(life.begin for life in lives), max(life.written or timeline.end for life in lives)
+    return min(life.begin for life in lives), max(life.written or life.left or timeline.end for life in lives)
 
 
 def warnings(run: Run, timeline: Timeline) -> list[str]:

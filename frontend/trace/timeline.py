@@ -82,12 +82,18 @@ class RequestLife:
     scheduled: int = 0
     first_token: int = 0
     finished: int = 0
+    left: int = 0  # it ended without the engine, or before the engine heard of that
     decoded: int = 0
     written: int = 0
 
     @property
     def begin(self) -> int:
         return self.parsed.begin if self.parsed else self.encoded.begin if self.encoded else self.received
+
+    @property
+    def end(self) -> int:
+        """When it was nobody's work any more; 0 if that was not recorded."""
+        return self.finished or self.left
 
     @property
     def complete(self) -> bool:
@@ -178,6 +184,8 @@ def _requests(processes: Sequence[Process]) -> list[RequestLife]:
                 life(mark.id).received, life(mark.id).prompt_tokens = mark.begin, mark.a
             elif mark.code == events.FINISHED:
                 life(mark.id).finished, life(mark.id).output_tokens = mark.begin, mark.b
+            elif mark.code == events.LEFT:
+                life(mark.id).left = mark.begin
     outputs = _outputs(processes)
     for process in processes:
         for span in process.spans:

@@ -19,6 +19,8 @@ from frontend.heartbeat import Heartbeat
 from frontend.parser.client import LARGE_BODY
 from ipc.codec import pack_request_ids
 from ipc.messages import Deltas, ProcessLost
+from ipc.recorder.events import LEFT
+from ipc.recorder.ring import Recorder
 from tests.frontend.fake import COUNT, MAX_MODEL_LEN, TOKENS, VOCAB_SIZE, FakeServer, stats
 
 MakeServer = Callable[..., FakeServer]
@@ -43,6 +45,30 @@ def metric(server: FakeServer, name: str, **labels: str) -> float:
         if line.startswith(f"gapless:{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items())
     ]
     return sum(found)
+
+
+class Marks(Recorder):
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def mark(self, code: int, id: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:
+        if code == LEFT:
+            self.left.append(id)
+
+
+def test_every_request_that_the_engine_does_not_end_is_recorded_as_left(make_server: MakeServer) -> None:
+    marks = Marks()
+    server = make_server(recorder=marks)
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        assert http.post(url, json=body("hi", n=2)).status_code == 200
+        assert marks.left == []
+        assert http.post(url, json=body("/reject", n=2)).status_code == 400
+        refused = server.fake.last().request_ids
+        assert marks.left == refused
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(url, json=body("/hold", n=2), timeout=0.3)  # gone before its prompt is encoded
+        until(lambda: marks.left == refused + server.fake.last().request_ids)
 
 
 @pytest.mark.parametrize("stream", [True, False])
