@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from frontend.cli.errors import CliError
+from frontend.cli.output import check_output, write_output
 
 GOODPUT = ("ttft", "tpot", "e2el")
 
@@ -71,6 +72,7 @@ def serve(**given: Any) -> None:
     from frontend.loadtest.run import LoadTestError, check, measure
 
     percentiles = _percentiles(given["percentiles"])
+    check_output(given["output"])
     target, requests = _target(given), _requests(given)
     procs = given["procs"] or min(8, max(1, (os.cpu_count() or 1) // 2))
     try:
@@ -80,9 +82,9 @@ def serve(**given: Any) -> None:
         raise CliError(str(error)) from None
     result = {**_settings(given), **summarize(measured, percentiles, dict(given["goodput"]))}
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
-    if given["output"] is not None:
-        given["output"].write_text(text + "\n", encoding="utf-8")
     click.echo(text if given["as_json"] else table(result, percentiles))
+    if given["output"] is not None:
+        write_output(given["output"], text + "\n")
     if not result["completed"]:
         raise CliError("no request succeeded")
 

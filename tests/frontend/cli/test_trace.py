@@ -85,6 +85,11 @@ def test_files_for_perfetto_and_the_browser(tmp_path: Path) -> None:
     assert "cannot write" in failure("-o", str(tmp_path / "no" / "where.json"))
 
 
+def test_a_file_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    for option in ("-o", "--html"):
+        assert "cannot write" in failure(option, str(tmp_path / "no" / "where"))  # not: that there is no run
+
+
 def test_the_last_of_it() -> None:
     keep("20250615-000000-new", two_requests())
     assert "GPU of engine_core: 4 steps" in trace("--last", "1s").output

@@ -77,6 +77,24 @@ def test_a_table_and_a_file(server: FakeServer, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["completed"] == 5
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(server: FakeServer, tmp_path: Path) -> None:
+    before = len(server.fake.submits)
+    for path, why in ((tmp_path / "no" / "x.json", "No such file"), (tmp_path / "file" / "x.json", "No such file")):
+        (tmp_path / "file").touch()
+        done = run(server, "--num-prompts", "2", "--output", str(path))
+        assert isinstance(done.exception, CliError)
+        assert str(path) in str(done.exception)
+        assert why in str(done.exception)
+    assert len(server.fake.submits) == before
+
+
+def test_a_file_that_can_no_longer_be_written_loses_no_figures(server: FakeServer) -> None:
+    done = run(server, "--num-prompts", "2", "--output", "/dev/full")
+    assert isinstance(done.exception, CliError)
+    assert "cannot write /dev/full: No space left" in str(done.exception)
+    assert "Successful requests" in done.output
+
+
 def test_a_goodput_that_nobody_reaches(server: FakeServer) -> None:
     assert result_of(server, "--num-prompts", "3", "--goodput", "e2el:0.0001")["request_goodput"] == 0
 
