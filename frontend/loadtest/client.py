@@ -53,6 +53,7 @@ class Outcome(msgspec.Struct):
     itl: list[float] = []  # between events with text, in order
     prompt_tokens: int = 0
     output_tokens: int = 0
+    model: str = ""  # as the server calls it
     error: str = ""
 
 
@@ -74,6 +75,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    model: str | None = None
     error: Any = None
 
 
@@ -141,6 +143,7 @@ class Exchange(asyncio.Protocol):
             return
         self._events += 1
         if self._events == 1:
+            outcome.model = event.model or ""
             outcome.ttft = self._now - self._begin
         else:
             outcome.itl.append(self._now - self._last)

@@ -21,7 +21,7 @@ from frontend.loadtest import workload
 from frontend.loadtest.client import Outcome
 from frontend.loadtest.report import kept, percentile, summarize, table, tpot
 from frontend.loadtest.run import Measured
-from tests.frontend.fake import FakeServer
+from tests.frontend.fake import MODEL, FakeServer
 
 
 @pytest.fixture
@@ -95,6 +95,12 @@ def test_a_file_that_can_no_longer_be_written_loses_no_figures(server: FakeServe
     assert "Successful requests" in done.output
 
 
+def test_the_name_of_the_model_is_told(server: FakeServer) -> None:
+    assert result_of(server, "--num-prompts", "1")["model"] == MODEL
+    assert result_of(server, "--num-prompts", "1", "--model", "alias")["model"] == "alias"
+    assert result_of(server, "--num-prompts", "1", "--endpoint", "chat")["model"] == MODEL
+
+
 def test_a_goodput_that_nobody_reaches(server: FakeServer) -> None:
     assert result_of(server, "--num-prompts", "3", "--goodput", "e2el:0.0001")["request_goodput"] == 0
 
@@ -138,6 +144,8 @@ def answer_once(listener: socket.socket, answer: bytes) -> None:
 @pytest.mark.parametrize(
     "words",
     [["--goodput", "ttft"], ["--goodput", "speed:3"], ["--goodput", "ttft:-1"], ["--percentiles", "50,x"],
+     *(["--dataset", "sharegpt", *length] for length in
+       (["--input-len", "1024"], ["--output-len", "8"], ["--range-ratio", "0"])),
      ["--percentiles", "100"], ["--url", "ftp://x"], ["--request-rate", "0"], ["--num-prompts", "0"]],
 )  # fmt: skip
 def test_wrong_use_is_told(words: list[str]) -> None:
