@@ -26,9 +26,10 @@ class ServerError(CliError):
 
 
 class Client:
-    """Talks to `url`, the root of a server (a trailing /v1 is dropped)."""
+    """Talks to `url`, the root of a server (a trailing /v1 is dropped). `model`: the name to ask for, by default
+    whatever is served."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         wrong = CliError(f"url must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
@@ -39,6 +40,7 @@ class Client:
             raise wrong
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._secure = parts.scheme == "https"
+        self._model = model
         self._host, self._port = parts.hostname, port
         self.cut_off = False  # the last answer ended because it may be no longer
         self._root = parts.path.rstrip("/").removesuffix("/v1")
@@ -53,6 +55,8 @@ class Client:
         """
         self.cut_off = False
         body: dict[str, Any] = {"messages": messages, "stream": True}
+        if self._model is not None:
+            body["model"] = self._model
         for field in ("max_tokens", "temperature", "top_p"):
             if (value := getattr(options, field)) is not None:
                 body[field] = value
