@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from frontend.backend import Phase
 from frontend.heartbeat import Heartbeat
 from frontend.parser.client import LARGE_BODY
 from ipc.codec import pack_request_ids
@@ -345,6 +346,17 @@ def test_a_lost_process_ends_every_request_with_an_error(make_server: MakeServer
     assert (
         httpx.post(f"{server.url}/v1/chat/completions", json=body("hi"), trust_env=False, timeout=60).status_code == 503
     )
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_failed_start_is_left_to_whoever_started_it_to_tell(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture, ready: bool
+) -> None:
+    """That knows the cause; a second line before it would hide it."""
+    server = make_server(ready=ready)
+    server.fake.send(ProcessLost(name="engine_core", detail="exited with code 1"))
+    until(lambda: server.backend.phase is Phase.LOST)
+    assert ("engine_core died: exited with code 1" in caplog.text) is ready
 
 
 def test_shutdown_lets_answers_finish_and_ends_the_rest(make_server: MakeServer) -> None:
