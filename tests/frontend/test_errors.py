@@ -236,6 +236,16 @@ def test_wrong_paths_and_methods(http: httpx.Client) -> None:
         "/%2e%2e/etc/passwd",
     ):
         assert "there is no" in refused(http.get(path), 404)["message"]
+    for path, meant in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/metrics", "/metrics"),
+    ):
+        assert refused(http.post(path), 404)["message"] == f"there is no {path} here; did you mean {meant}?"
+    for path in ("/v1/embeddings", "/x" * 5_000):
+        assert "did you mean" not in refused(http.post(path), 404)["message"]
     for method, path, allow in (
         ("GET", "/v1/chat/completions", "POST"),
         ("DELETE", "/v1/completions", "POST"),
