@@ -11,6 +11,7 @@ import msgspec
 
 from frontend.cli.errors import CliError
 from frontend.cli.settings import AnswerOptions
+from frontend.unreachable import explained
 
 CONNECT_TIMEOUT_S = 10.0
 GET_TIMEOUT_S = 5.0
@@ -67,21 +68,21 @@ class Client:
             connection.request("POST", f"{self._root}/v1/chat/completions", msgspec.json.encode(body), self._headers)
             yield from self._pieces(connection.getresponse())
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"no answer from {self.url}: {error}") from None
+            raise ServerError(f"no answer from {self.url}: {explained(error)}") from None
         except UnicodeEncodeError as error:  # a terminal or a shell passes bytes on that are no text
             raise ServerError(f"cannot send this: {error}") from None
         finally:
             connection.close()
 
     def get(self, path: str) -> bytes:
-        """The body of GET `path`. Raises `ServerError`."""
+        """The body of GET `path`, for `gapless top`. Raises `ServerError`."""
         connection = self._connection(GET_TIMEOUT_S)
         try:
             connection.request("GET", self._root + path, headers=self._headers | {"Accept": "*/*"})
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"no answer from {self.url}: {error}") from None
+            raise ServerError(f"no answer from {self.url}: {explained(error, '`gapless top URL`')}") from None
         finally:
             connection.close()
         if response.status != 200:

@@ -13,6 +13,7 @@ import httptools
 import msgspec
 
 from frontend.loadtest.workload import Request
+from frontend.unreachable import explained
 
 TIMEOUT_S = 6 * 3600.0
 
@@ -202,7 +203,7 @@ async def ask(target: Target, request: Request) -> Outcome:
             await exchange.done
         return exchange.outcome
     except OSError as error:  # TimeoutError too
-        return Outcome(error=f"{type(error).__name__}: {error}")
+        return Outcome(error=f"{type(error).__name__}: {explained(error)}")
     finally:
         if transport is not None:
             transport.close()
