@@ -15,7 +15,7 @@ from frontend.cli.settings import OPTIONS
 HEAVY = {"torch", "tokenizers", "transformers", "numba", "numpy", "huggingface_hub", "zmq", "rich", "prompt_toolkit"}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["version"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], ["version"], ["--version"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     program = (
         "import sys, json\n"
@@ -66,3 +66,27 @@ def test_a_misspelt_command_and_a_misspelt_flag_name_the_nearest() -> None:
     flag = CliRunner().invoke(GROUP, ["serve", "--max-num-seq", "3"])
     assert flag.exit_code == 2
     assert "--max-num-seqs" in flag.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--model", "smollm2"], "MODEL is an argument: gapless serve MODEL"),
+        (["smollm2", "--model=x"], "MODEL is an argument: gapless serve MODEL"),
+        (["--enforce-eager"], "--no-cuda-graphs"),
+        (["--no-enable-prefix-caching"], "--disable-prefix-caching"),
+        (["--tensor-parallel-size", "2"], "one GPU only"),
+    ],
+)
+def test_flags_of_vllm_name_what_is_meant(flags: list[str], hint: str) -> None:
+    done = CliRunner().invoke(GROUP, ["serve", *flags])
+    assert done.exit_code == 2
+    assert f": {hint}\n" in done.output
+    meant = hint.split()[0]
+    assert not meant.startswith("--") or meant in {flag for opt in OPTIONS.values() for flag in opt.flags}
+
+
+def test_the_version_is_a_flag_too() -> None:
+    flag, command = (CliRunner().invoke(GROUP, [word]) for word in ("--version", "version"))
+    assert (flag.exit_code, flag.output) == (0, command.output)
+    assert flag.output.startswith("gapless ")
