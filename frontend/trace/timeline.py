@@ -143,7 +143,7 @@ def build(recordings: Sequence[Recording], begin: int | None = None, end: int | 
     processes = [_process(recording, begin, end) for recording in recordings]
     spans = [span for process in processes for span in (*process.spans, *process.device)]
     first = min((span.begin for span in spans), default=0)
-    last = max((span.end for span in spans), default=0)
+    last = max((span.end for span in spans), default=begin)
     offset = recordings[0].realtime_ns - recordings[0].monotonic_ns if recordings else 0
     return Timeline(processes, _requests(processes), max(first, begin), last if end is None else min(last, end), offset)
 
