@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Router
@@ -34,7 +36,9 @@ class App:
         self._guard = Guard(config.host, config.api_key)
         self._parser = BodyParser()
         self._cold = ColdRoutes(config, backend, self._parser, self._reader)
-        self._router = Router(self._cold.routes(), redirect_slashes=False)
+        routes = self._cold.routes()
+        self._router = Router(routes, redirect_slashes=False)
+        self._paths = [CHAT, COMPLETIONS, *(route.path for route in routes if "{" not in route.path)]
         self._generator = Generator(backend, self._cold.model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +59,7 @@ class App:
         except ApiError as error:
             await self._refuse(path, error, send)
         except HTTPException as error:
-            await self._refuse(path, _routing_error(scope, error), send)
+            await self._refuse(path, _routing_error(scope, error, self._paths), send)
         except Exception:
             incident = uuid.uuid4().hex
             logger.exception("request failed (%s)", incident)
@@ -85,9 +89,11 @@ class App:
         await respond(send, error.status, headers, error.body())
 
 
-def _routing_error(scope: Scope, error: HTTPException) -> ApiError:
+def _routing_error(scope: Scope, error: HTTPException, paths: Sequence[str]) -> ApiError:
     path = scope["path"][:200]
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{path} takes {allow}, not {scope['method']}", allow=allow)
-    return ApiError(404, f"there is no {path} here", code="not_found")
+    close = difflib.get_close_matches(path, paths, n=1, cutoff=0.8)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return ApiError(404, f"there is no {path} here{hint}", code="not_found")

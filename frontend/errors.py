@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -12,6 +13,12 @@ from ipc.sampling import BoundError
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+_EXPECTED = re.compile(r"Expected `([^`]*)`, got `[^`]*`$")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "array": "an array",
+    "object": "an object",
+}  # fmt: skip
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -81,15 +88,20 @@ def from_decoding(error: Exception, body: bytes | bytearray) -> ApiError:
     text = str(error)
     found = _PATH.search(text)
     path = found["path"] if found else ""
-    message = text[: found.start()] if found else text
-    if not path:
-        return ApiError(400, f"request body: {message}", code="invalid_type")
-    return ApiError(
-        400,
-        f"{path}: {message}{_value_at(body, path)}",
-        param=path.partition("[")[0].partition(".")[0],
-        code="invalid_type",
-    )
+    what, value = _demand(text[: found.start()] if found else text), _value_at(body, path)
+    where = f"a key of {path}" if "`key` in" in text else path or "the request body"
+    param = path.partition("[")[0].partition(".")[0] or None
+    return ApiError(400, f"{where} {what}{value}", param=param, code="invalid_type")
+
+
+def _demand(message: str) -> str:
+    """msgspec's words for a wrong type in those of JSON: "must be an integer or null"."""
+    if (missing := _MISSING.fullmatch(message)) is not None:
+        return f"must have the field {missing[1]}"
+    if (expected := _EXPECTED.match(message)) is None:
+        return f"cannot be used: {message}"
+    *others, last = [_WORDS.get(kind, kind) for kind in expected[1].replace("bool", "true | false").split(" | ")]
+    return f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
 
 
 def _value_at(body: bytes | bytearray, path: str) -> str:
@@ -97,14 +109,19 @@ def _value_at(body: bytes | bytearray, path: str) -> str:
         value: Any = msgspec.json.decode(body)
         for index, key in _PART.findall(path):
             value = value[int(index)] if index else value[key]
+        return f", got {shown(value)}"
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):
         return ""
-    return f", got {shown(value)}"
 
 
 def shown(value: object) -> str:
-    """A value as an error message may repeat it: short, and safe in a log line."""
+    """A value as an error message may repeat it: as its JSON, short, and safe in a log line."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        if not text.isprintable():
+            text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # not of JSON
+        text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]}… ({len(text)} characters)"

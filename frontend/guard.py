@@ -27,7 +27,11 @@ class Guard:
         for name, value in headers:
             if name == b"host" and self._local_only and not is_loopback(_hostname(value)):
                 # A page of another site that points its own name at 127.0.0.1 (DNS rebinding) still sends that name.
-                raise ApiError(403, f"this server answers to localhost only, not to {value.decode('latin-1')[:100]!r}")
+                raise ApiError(
+                    403,
+                    f"this server answers to localhost only, not to {value.decode('latin-1')[:100]!r}; started with "
+                    "--host 0.0.0.0 it answers to every name (then give it an --api-key, too)",
+                )
             if name == b"origin" and self._local_only and not _local_origin(value):
                 raise ApiError(403, "this server does not answer to pages of other sites")
             if name == b"authorization":

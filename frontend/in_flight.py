@@ -11,7 +11,7 @@ from frontend.handle import Direct, Event, Handle
 from frontend.metrics import Metrics
 from ipc.codec import unpack_request_ids
 from ipc.messages import Deltas, Detail, Ended, Error, Usage
-from ipc.recorder.events import WRITE
+from ipc.recorder.events import LEFT, WRITE
 from ipc.recorder.ring import Recorder
 
 
@@ -40,7 +40,8 @@ class InFlight:
     def forget(self, request_ids: Iterable[int]) -> None:
         """Whatever still comes for them is for nobody."""
         for request_id in request_ids:
-            self._forget(request_id)
+            if self._forget(request_id) is not None:
+                self._recorder.mark(LEFT, request_id)
 
     def deltas(self, message: Deltas) -> None:
         """Plain text may wait for `flush`."""
@@ -89,6 +90,7 @@ class InFlight:
         handle = self._forget(request_id)
         if handle is None:
             return
+        self._recorder.mark(LEFT, request_id)
         choice = request_id - handle.first_id
         handle.unfinished.discard(choice)
         ended = Ended(reason, Usage(0, 0), error=error)

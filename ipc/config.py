@@ -117,7 +117,7 @@ class TokenizerProcessConfig(TextOptions, frozen=True, kw_only=True):
     index: int = 0
     model: str
     endpoints: Endpoints
-    run_dir: str  # where the first one leaves tokenizer.json for the detokenizers
+    run_dir: str  # where the first one leaves tokenizer.json for the detokenizers and the renderers
 
 
 class DetokenizerProcessConfig(Config, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ class ServerOptions(Config, frozen=True):
         ProcessCount | None, option("Server", "HTTP processes on one port [cores / 4, at most 8]")
     ] = None
     tokenizer_procs: Annotated[
-        ProcessCount | None, option("Server", "processes for text to ids [cores / 8, at most 4]")
+        ProcessCount | None, option("Server", "processes for text to ids [cores / 5, at most 6]")
     ] = None
     detokenizer_procs: Annotated[
         ProcessCount | None, option("Server", "processes for ids to text [cores / 8, at most 4]")

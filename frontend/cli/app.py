@@ -64,8 +64,17 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from frontend.cli.catalog import version_text
+
+        click.echo(version_text())
+        ctx.exit()
+
+
 GROUP = LazyGroup(
     name="gapless",
+    params=[click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_print_version)],
     help="Serve large language models, with nothing between the GPU's steps.",
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from frontend.cli.errors import CliError
+from frontend.cli.output import check_output, write_output
 
 GOODPUT = ("ttft", "tpot", "e2el")
 
@@ -71,18 +72,21 @@ def serve(**given: Any) -> None:
     from frontend.loadtest.run import LoadTestError, check, measure
 
     percentiles = _percentiles(given["percentiles"])
+    _check_lengths(given["dataset"])
+    check_output(given["output"])
     target, requests = _target(given), _requests(given)
     procs = given["procs"] or min(8, max(1, (os.cpu_count() or 1) // 2))
     try:
-        check(target, requests[0])
+        served = check(target, requests[0])
         measured = measure(target, requests, given["max_concurrency"], procs)
     except LoadTestError as error:
         raise CliError(str(error)) from None
+    given["model"] = given["model"] or served or None
     result = {**_settings(given), **summarize(measured, percentiles, dict(given["goodput"]))}
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
-    if given["output"] is not None:
-        given["output"].write_text(text + "\n", encoding="utf-8")
     click.echo(text if given["as_json"] else table(result, percentiles))
+    if given["output"] is not None:
+        write_output(given["output"], text + "\n")
     if not result["completed"]:
         raise CliError("no request succeeded")
 
@@ -127,6 +131,15 @@ def _percentiles(text: str) -> list[float]:
     if not all(0 < p < 100 for p in found):
         raise click.UsageError(f"--percentiles must be numbers between 0 and 100 with commas between, got {text!r}")
     return found
+
+
+def _check_lengths(dataset: str) -> None:
+    """Raises `click.UsageError` for lengths that the data set would not heed."""
+    context = click.get_current_context()
+    for flag in ("--input-len", "--output-len", "--range-ratio"):
+        source = context.get_parameter_source(flag.removeprefix("--").replace("-", "_"))
+        if dataset != "random" and source is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"{flag} is for --dataset random; the lengths of {dataset} are its own")
 
 
 def _target(given: dict[str, Any]) -> Any:

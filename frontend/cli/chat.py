@@ -158,7 +158,7 @@ def _chat(**flags: Any) -> None:
     threading.Thread(target=__import__, args=("prompt_toolkit.shortcuts",), daemon=True).start()
     from frontend.cli.launch import client_for
 
-    with client_for(settings) as client:
+    with client_for(settings, flags.get("model")) as client:
         if sys.stdin.isatty():
             click.echo(f"Connected to {client.url}. /help lists the commands.", err=True)
         Chat(client, settings.answer, terminal_reader()).run()

@@ -11,6 +11,7 @@ import msgspec
 
 from frontend.cli.errors import CliError
 from frontend.cli.settings import AnswerOptions
+from frontend.unreachable import explained
 
 CONNECT_TIMEOUT_S = 10.0
 GET_TIMEOUT_S = 5.0
@@ -26,9 +27,10 @@ class ServerError(CliError):
 
 
 class Client:
-    """Talks to `url`, the root of a server (a trailing /v1 is dropped)."""
+    """Talks to `url`, the root of a server (a trailing /v1 is dropped). `model`: the name to ask for, by default
+    whatever is served."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         wrong = CliError(f"url must be http://HOST[:PORT] or https://HOST[:PORT], got {url!r}")
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
@@ -39,6 +41,7 @@ class Client:
             raise wrong
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._secure = parts.scheme == "https"
+        self._model = model
         self._host, self._port = parts.hostname, port
         self.cut_off = False  # the last answer ended because it may be no longer
         self._root = parts.path.rstrip("/").removesuffix("/v1")
@@ -53,6 +56,8 @@ class Client:
         """
         self.cut_off = False
         body: dict[str, Any] = {"messages": messages, "stream": True}
+        if self._model is not None:
+            body["model"] = self._model
         for field in ("max_tokens", "temperature", "top_p"):
             if (value := getattr(options, field)) is not None:
                 body[field] = value
@@ -63,21 +68,21 @@ class Client:
             connection.request("POST", f"{self._root}/v1/chat/completions", msgspec.json.encode(body), self._headers)
             yield from self._pieces(connection.getresponse())
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"no answer from {self.url}: {error}") from None
+            raise ServerError(f"no answer from {self.url}: {explained(error)}") from None
         except UnicodeEncodeError as error:  # a terminal or a shell passes bytes on that are no text
             raise ServerError(f"cannot send this: {error}") from None
         finally:
             connection.close()
 
     def get(self, path: str) -> bytes:
-        """The body of GET `path`. Raises `ServerError`."""
+        """The body of GET `path`, for `gapless top`. Raises `ServerError`."""
         connection = self._connection(GET_TIMEOUT_S)
         try:
             connection.request("GET", self._root + path, headers=self._headers | {"Accept": "*/*"})
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"no answer from {self.url}: {error}") from None
+            raise ServerError(f"no answer from {self.url}: {explained(error, '`gapless top URL`')}") from None
         finally:
             connection.close()
         if response.status != 200:

@@ -61,13 +61,16 @@ def _model(settings: Settings, reporter: Reporter) -> ResolvedModel:
 
 
 @contextlib.contextmanager
-def client_for(settings: Settings) -> Iterator[Client]:
-    """A client of the server at --url, or of one that is started for this command alone and stopped after it."""
+def client_for(settings: Settings, model: str | None) -> Iterator[Client]:
+    """A client of the server at --url, or of one that is started for this command alone and stopped after it.
+
+    `model` is what the command line names: a server must know it. One from the settings file is only for starting.
+    """
     if settings.answer.url is not None:
-        yield Client(settings.answer.url, settings.server.api_key)
+        yield Client(settings.answer.url, settings.server.api_key, model)
         return
     with Reporter() as reporter, _plain_failures():
-        model = _model(settings, reporter)
+        resolved = _model(settings, reporter)
         # Other users of this machine can reach a loopback port, but do not know the key.
         private = msgspec.structs.replace(
             settings.server,
@@ -79,7 +82,7 @@ def client_for(settings: Settings) -> Iterator[Client]:
             tokenizer_procs=1,
             detokenizer_procs=1,
         )
-        launch = launch_config(msgspec.structs.replace(settings, server=private), model)
+        launch = launch_config(msgspec.structs.replace(settings, server=private), resolved)
         server = Server(
             launch,
             on_progress=lambda news: _forward(reporter, news),

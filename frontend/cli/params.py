@@ -51,8 +51,28 @@ def help_row(opt: Option) -> tuple[str, str]:
     return f"{name} {opt.metavar}".rstrip(), text
 
 
+# Flags of vLLM that have no counterpart of that name.
+_ELSEWHERE = {
+    "--model": "MODEL is an argument: gapless {command} MODEL",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--no-enable-prefix-caching": "--disable-prefix-caching",
+    "--tensor-parallel-size": "one GPU only",
+    "--pipeline-parallel-size": "one GPU only",
+    "--data-parallel-size": "one GPU only",
+}
+
+
 class GroupedCommand(click.Command):
     """A command whose help lists its settings in groups, all in the same columns."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in _ELSEWHERE:
+                raise
+            hint = _ELSEWHERE[error.option_name].format(command=self.name)
+            raise click.UsageError(f"No such option {error.option_name}: {hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [OPTIONS[param.name] for param in self.get_params(ctx) if param.name in OPTIONS]

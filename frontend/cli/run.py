@@ -51,7 +51,7 @@ def _run(words: Sequence[str], **flags: Any) -> None:
 
     messages = [ChatMessage("system", settings.answer.system)] if settings.answer.system else []
     messages.append(ChatMessage("user", text))
-    with client_for(settings) as client:
+    with client_for(settings, model) as client:
         print_answer(client.stream_chat(messages, settings.answer))
         if client.cut_off:
             note_cut_off()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from frontend.cli.errors import CliError
+from frontend.cli.output import check_output, write_output
 
 if TYPE_CHECKING:
     from frontend.trace.timeline import Timeline
@@ -39,6 +39,8 @@ def _trace(run: str | None, last: float | None, request: str | None, out: str | 
     from frontend.trace.table import print_summary
     from frontend.trace.timeline import build
 
+    check_output(out)
+    check_output(html)
     chosen = choose(run)
     recordings = load(chosen)
     timeline = build(recordings, *window(chosen, recordings, last))
@@ -60,12 +62,12 @@ def _trace(run: str | None, last: float | None, request: str | None, out: str | 
 
         from frontend.trace.chrome import chrome_trace
 
-        write(out, msgspec.json.encode(chrome_trace(timeline, only)))
+        write_output(out, msgspec.json.encode(chrome_trace(timeline, only)))
         console.print(f"{out}: open it in ui.perfetto.dev or chrome://tracing")
     if html is not None:
         from frontend.trace.page import page
 
-        write(html, page(timeline, summary, f"Gapless run {chosen.name}"))
+        write_output(html, page(timeline, summary, f"Gapless run {chosen.name}"))
         console.print(f"{html}: a page for the browser")
 
 
@@ -124,7 +126,7 @@ def find_request(timeline: Timeline, wanted: str) -> set[int]:
 def lifetime(timeline: Timeline, only: set[int]) -> tuple[int, int]:
     """The time in which these requests were in the server."""
     lives = [request for request in timeline.requests if request.id in only]
-    return min(life.begin for life in lives), max(life.written or timeline.end for life in lives)
+    return min(life.begin for life in lives), max(life.written or life.left or timeline.end for life in lives)
 
 
 def warnings(run: Run, timeline: Timeline) -> list[str]:
@@ -139,13 +141,6 @@ def warnings(run: Run, timeline: Timeline) -> list[str]:
         seconds = (timeline.end - timeline.begin) / 1e9
         found.append(f"older records were replaced by newer ones: {', '.join(lost)}; shown are {seconds:.1f} s")
     return found
-
-
-def write(path: str, data: bytes | str) -> None:
-    try:
-        Path(path).write_bytes(data if isinstance(data, bytes) else data.encode())
-    except OSError as error:
-        raise CliError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _list() -> None:

@@ -13,6 +13,7 @@ import httptools
 import msgspec
 
 from frontend.loadtest.workload import Request
+from frontend.unreachable import explained
 
 TIMEOUT_S = 6 * 3600.0
 
@@ -53,6 +54,7 @@ class Outcome(msgspec.Struct):
     itl: list[float] = []  # between events with text, in order
     prompt_tokens: int = 0
     output_tokens: int = 0
+    model: str = ""  # as the server calls it
     error: str = ""
 
 
@@ -74,6 +76,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    model: str | None = None
     error: Any = None
 
 
@@ -141,6 +144,7 @@ class Exchange(asyncio.Protocol):
             return
         self._events += 1
         if self._events == 1:
+            outcome.model = event.model or ""
             outcome.ttft = self._now - self._begin
         else:
             outcome.itl.append(self._now - self._last)
@@ -199,7 +203,7 @@ async def ask(target: Target, request: Request) -> Outcome:
             await exchange.done
         return exchange.outcome
     except OSError as error:  # TimeoutError too
-        return Outcome(error=f"{type(error).__name__}: {error}")
+        return Outcome(error=f"{type(error).__name__}: {explained(error)}")
     finally:
         if transport is not None:
             transport.close()

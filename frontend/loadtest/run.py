@@ -31,11 +31,12 @@ class Measured:
     client_cpu: float  # busiest client process: CPU seconds per second
 
 
-def check(target: Target, request: Request) -> None:
-    """One request to see that it works. Raises `LoadTestError`."""
-    outcome = uvloop.run(ask(target, request))
+def check(target: Target, request: Request) -> str:
+    """One request to see that it works. Returns what the server calls the model. Raises `LoadTestError`."""
+    outcome: Outcome = uvloop.run(ask(target, request))
     if outcome.error:
         raise LoadTestError(f"{target.url}{target.path}: {outcome.error}")
+    return outcome.model
 
 
 def measure(target: Target, requests: Sequence[Request], max_concurrency: int | None, procs: int) -> Measured:

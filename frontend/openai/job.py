@@ -54,7 +54,7 @@ def check_model(name: str | None, limits: Limits) -> None:
     if name and name not in limits.names:
         raise ApiError(
             404,
-            f"the model {shown(name)} does not exist, this server has {limits.names[0]!r}",
+            f"the model {shown(name)} does not exist, this server has {shown(limits.names[0])}",
             param="model",
             code="model_not_found",
         )

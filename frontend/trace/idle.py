@@ -48,7 +48,7 @@ def idle_pieces(engine: Process, requests: Sequence[RequestLife]) -> list[Piece]
         return []
     idle = gaps(engine.device)
     last = engine.device[-1].end
-    lives = _union((r.begin, r.finished or max(r.begin, last)) for r in requests if r.begin)
+    lives = _union((r.begin, max(r.begin, r.end or last)) for r in requests if r.begin)
     alive = [Piece(begin, end, "") for begin, end in lives]
     doing = flatten(span for span in engine.spans if span.code not in NOT_ON_A_TRACK)
     upstream = _upstream(requests)

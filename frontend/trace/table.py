@@ -13,6 +13,7 @@ from frontend.trace.timeline import STAGES, RequestLife
 
 MOST_REQUESTS = 20
 BAR = 40
+NO_STEPS = "no steps in this time"
 WIDE = 130  # columns that the waterfall's bars need
 # One letter for each stage of the waterfall's bars.
 LETTERS = dict(zip(STAGES, "ptqPDdw", strict=True))
@@ -27,7 +28,11 @@ def parts(summary: Summary, only: set[int] | None = None, width: int = WIDE) -> 
     """What there is to print, in order; `width` in columns."""
     found: list[RenderableType] = []
     for engine in summary.engines:
-        found += [device_line(engine), *([idle_table(engine)] if engine.idle else []), stats_table(engine)]
+        found.append(device_line(engine))
+        if engine.steps:
+            found += [*([idle_table(engine)] if engine.idle else []), stats_table(engine)]
+    if not summary.engines:
+        found.append(Text(NO_STEPS, style="bold"))
     if summary.others:
         found.append(others_table(summary.others))
     if summary.stages:
@@ -44,7 +49,7 @@ def device_line(engine: EngineSummary) -> Text:
     """Busy and idle of one device."""
     name = f"{engine.device} of {engine.process.name}"
     if not engine.steps:
-        return Text(f"{name}: no step was recorded")
+        return Text(f"{name}: {NO_STEPS}")
     rest = f", {seconds(engine.no_requests)} without requests left out" if engine.no_requests else ""
     return Text(
         f"{name}: {engine.steps:,} steps in {seconds(engine.span)}, busy {engine.share(engine.busy):.1%}, "

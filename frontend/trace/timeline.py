@@ -82,12 +82,18 @@ class RequestLife:
     scheduled: int = 0
     first_token: int = 0
     finished: int = 0
+    left: int = 0  # it ended without the engine, or before the engine heard of that
     decoded: int = 0
     written: int = 0
 
     @property
     def begin(self) -> int:
         return self.parsed.begin if self.parsed else self.encoded.begin if self.encoded else self.received
+
+    @property
+    def end(self) -> int:
+        """When it was nobody's work any more; 0 if that was not recorded."""
+        return self.finished or self.left
 
     @property
     def complete(self) -> bool:
@@ -137,7 +143,7 @@ def build(recordings: Sequence[Recording], begin: int | None = None, end: int | 
     processes = [_process(recording, begin, end) for recording in recordings]
     spans = [span for process in processes for span in (*process.spans, *process.device)]
     first = min((span.begin for span in spans), default=0)
-    last = max((span.end for span in spans), default=0)
+    last = max((span.end for span in spans), default=begin)
     offset = recordings[0].realtime_ns - recordings[0].monotonic_ns if recordings else 0
     return Timeline(processes, _requests(processes), max(first, begin), last if end is None else min(last, end), offset)
 
@@ -178,6 +184,8 @@ def _requests(processes: Sequence[Process]) -> list[RequestLife]:
                 life(mark.id).received, life(mark.id).prompt_tokens = mark.begin, mark.a
             elif mark.code == events.FINISHED:
                 life(mark.id).finished, life(mark.id).output_tokens = mark.begin, mark.b
+            elif mark.code == events.LEFT:
+                life(mark.id).left = mark.begin
     outputs = _outputs(processes)
     for process in processes:
         for span in process.spans:

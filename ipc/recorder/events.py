@@ -13,6 +13,7 @@ PARSE: Final = 1  # body to Submit
 NAMED: Final = 2  # the id that the client knows
 DELIVER: Final = 3  # one batch of messages from the others
 WRITE: Final = 4  # a piece of an answer to its connection
+LEFT: Final = 5  # nobody waits for a choice any more: refused, failed, or its client is gone
 # tokenizer_proc
 ENCODE: Final = 10  # template and tokenizer
 # engine_core
@@ -57,6 +58,7 @@ KINDS: Final[dict[int, Kind]] = {
     NAMED: Kind("named", "request", ("name_0", "name_1", "choices"), mark=True),
     DELIVER: Kind("deliver", "", ("messages",)),
     WRITE: Kind("write", "request", ("bytes", "events")),
+    LEFT: Kind("left", "request", mark=True),
     ENCODE: Kind("encode", "request", ("prompt_tokens", "choices")),
     INTAKE: Kind("intake", "", ("messages",)),
     RECEIVED: Kind("received", "request", ("prompt_tokens",), mark=True),

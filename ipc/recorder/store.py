@@ -6,7 +6,8 @@
 Memory first, because the kernel stops a process that writes into a mapped file of a disk while it writes that page
 back: milliseconds, now and then, in the middle of a step. Whoever removes the run directory (a clean stop, a child that
 has lost its supervisor, the sweep of the next start) moves the recordings to disk, so nothing is left in memory and
-the last runs can still be read. The newest `MAX_RUNS` of them are kept, within `MAX_BYTES`.
+the last runs can still be read. The newest `MAX_RUNS` of them are kept, within `MAX_BYTES`, and beside them the newest
+`MAX_STARTS` that never became ready: a start that fails again and again does not push out the runs before it.
 
 Recordings hold times, counts and ids; no text, no tokens, no keys.
 """
@@ -19,7 +20,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,7 @@ from ipc.recorder.ring import SUFFIX
 LINK = "recordings"
 ABOUT = "run.json"
 MAX_RUNS = 12
+MAX_STARTS = 3
 MAX_BYTES = 128 * 2**20
 PREFIX = "gapless-"
 _TIME = "%Y%m%d-%H%M%S-"
@@ -63,7 +65,7 @@ class About(msgspec.Struct, frozen=True):
     model: str = ""
     started: float = 0.0  # seconds since 1970
     run_dir: str = ""
-    clocks: dict[str, Clock] = {}  # by process name, once it is ready
+    clocks: dict[str, Clock] = {}  # by process name, once all are ready
 
 
 def state_directory() -> Path:
@@ -146,12 +148,21 @@ def _keep(folder: Path, target: Path) -> None:
     prune(target.parent)
 
 
-def prune(runs: Path, max_runs: int = MAX_RUNS, max_bytes: int = MAX_BYTES) -> None:
-    """Forget the oldest runs beyond the bounds; the newest one stays whatever its size."""
+def prune(runs: Path, max_runs: int = MAX_RUNS, max_bytes: int = MAX_BYTES, max_starts: int = MAX_STARTS) -> None:
+    """Forget the oldest runs beyond the bounds; the newest one stays whatever its size. So for failed starts."""
+    ready: list[Path] = []
+    starts: list[Path] = []
+    for run in past_runs(runs):
+        (ready if read_about(run).clocks else starts).append(run)
+    _forget(ready, max_runs, max_bytes)
+    _forget(starts, max_starts, max_bytes)
+
+
+def _forget(newest_first: Sequence[Path], most: int, max_bytes: int) -> None:
     total = 0
-    for index, run in enumerate(past_runs(runs)):
+    for index, run in enumerate(newest_first):
         total += sum(path.stat().st_size for path in run.iterdir())
-        if index and (index >= max_runs or total > max_bytes):
+        if index and (index >= most or total > max_bytes):
             shutil.rmtree(run, ignore_errors=True)
 
 

@@ -60,6 +60,7 @@ from ipc.messages import (
     TokenPrompt,
     Usage,
 )
+from ipc.recorder.ring import Recorder
 
 TOKENS = ["Hel", "lo", " wörld", "", " 你好", " 🙂", '\n"quoted"', " end"]
 COUNT = 20_000
@@ -298,7 +299,7 @@ def stats(step: int = 1, running: int = 0, waiting: int = 0, **fields: Any) -> E
 class FakeServer:
     """The real frontend on a free port, in a thread, with a `Fake` behind it."""
 
-    def __init__(self, run_dir: Path, *, ready: bool = True, **settings: Any) -> None:
+    def __init__(self, run_dir: Path, *, ready: bool = True, recorder: Recorder | None = None, **settings: Any) -> None:
         endpoints = Endpoints.make(lambda name: f"ipc://{run_dir}/{name}")
         known: dict[str, Any] = {"served_model_name": MODEL, "port": 0, "model_aliases": ("alias",)}
         self.config = FrontendProcessConfig(index=0, endpoints=endpoints, **{**known, **settings})
@@ -307,6 +308,7 @@ class FakeServer:
         self.sock = listen(self.config.host, self.config.port)
         self.port = int(self.sock.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
+        self._recorder = recorder
         self._started = threading.Event()
         self.failure: Exception | None = None  # what would have ended the process
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -326,7 +328,7 @@ class FakeServer:
     async def _run(self) -> None:
         outboxes = connect(self.config.endpoints, "tokenizers", "engine", "frontends")
         metrics = Metrics(MODEL)
-        self.backend = Backend(self.config, outboxes, metrics)
+        self.backend = Backend(self.config, outboxes, metrics, self._recorder)
         inbox = AsyncReceiver(self.inbox)
         asyncio.get_running_loop().call_soon(self._started.set)
         try:

@@ -89,7 +89,9 @@ def test_pages_of_other_sites_are_refused(server: FakeServer, origin: str, allow
 
 
 def test_rebinding_over_http(server: FakeServer) -> None:
-    assert httpx.get(f"{server.url}/", headers={"host": "evil.example"}, trust_env=False).status_code == 403
+    refused = httpx.get(f"{server.url}/", headers={"host": "evil.example"}, trust_env=False)
+    assert refused.status_code == 403
+    assert "--host 0.0.0.0" in refused.json()["error"]["message"]
 
 
 def test_loopback_names() -> None:

@@ -15,10 +15,13 @@ import httpx
 import psutil
 import pytest
 
+from frontend.backend import Phase
 from frontend.heartbeat import Heartbeat
 from frontend.parser.client import LARGE_BODY
 from ipc.codec import pack_request_ids
 from ipc.messages import Deltas, ProcessLost
+from ipc.recorder.events import LEFT
+from ipc.recorder.ring import Recorder
 from tests.frontend.fake import COUNT, MAX_MODEL_LEN, TOKENS, VOCAB_SIZE, FakeServer, stats
 
 MakeServer = Callable[..., FakeServer]
@@ -43,6 +46,30 @@ def metric(server: FakeServer, name: str, **labels: str) -> float:
         if line.startswith(f"gapless:{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items())
     ]
     return sum(found)
+
+
+class Marks(Recorder):
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def mark(self, code: int, id: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:
+        if code == LEFT:
+            self.left.append(id)
+
+
+def test_every_request_that_the_engine_does_not_end_is_recorded_as_left(make_server: MakeServer) -> None:
+    marks = Marks()
+    server = make_server(recorder=marks)
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        assert http.post(url, json=body("hi", n=2)).status_code == 200
+        assert marks.left == []
+        assert http.post(url, json=body("/reject", n=2)).status_code == 400
+        refused = server.fake.last().request_ids
+        assert marks.left == refused
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(url, json=body("/hold", n=2), timeout=0.3)  # gone before its prompt is encoded
+        until(lambda: marks.left == refused + server.fake.last().request_ids)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -319,6 +346,17 @@ def test_a_lost_process_ends_every_request_with_an_error(make_server: MakeServer
     assert (
         httpx.post(f"{server.url}/v1/chat/completions", json=body("hi"), trust_env=False, timeout=60).status_code == 503
     )
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_failed_start_is_left_to_whoever_started_it_to_tell(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture, ready: bool
+) -> None:
+    """That knows the cause; a second line before it would hide it."""
+    server = make_server(ready=ready)
+    server.fake.send(ProcessLost(name="engine_core", detail="exited with code 1"))
+    until(lambda: server.backend.phase is Phase.LOST)
+    assert ("engine_core died: exited with code 1" in caplog.text) is ready
 
 
 def test_shutdown_lets_answers_finish_and_ends_the_rest(make_server: MakeServer) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
+from frontend.cli.app import GROUP
 from frontend.cli.client import ChatMessage, Client, ServerError
 from frontend.cli.errors import CliError
 from frontend.cli.settings import AnswerOptions
@@ -78,6 +80,28 @@ def test_what_is_no_text_cannot_be_sent(fake_server: FakeServer) -> None:
 def test_nobody_there() -> None:
     with pytest.raises(ServerError, match=r"no answer from http://127\.0\.0\.1:9: .*refused"):
         list(Client("http://127.0.0.1:9").stream_chat(ASK, AnswerOptions()))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_what_to_do_about_a_server_that_is_not_there(host: str) -> None:
+    """Of each command that talks to one."""
+    said = []
+    for command in (["run", "--url", f"http://{host}:9", "Hi"], ["top", f"http://{host}:9"],
+                    ["bench", "serve", "--num-prompts", "1", "--url", f"http://{host}:9"]):  # fmt: skip
+        done = CliRunner().invoke(GROUP, command)
+        assert isinstance(done.exception, CliError), done.output
+        said.append(str(done.exception))
+    hows = ("--url", "`gapless top URL`", "--url")
+    for text, how in zip(said, hows, strict=True):
+        assert text.endswith(f"start a server with `gapless serve`, or name one with {how}")
+
+
+def test_what_to_do_about_a_server_without_tls(fake_server: FakeServer) -> None:
+    url = fake_server.url.replace("http:", "https:")
+    for command in (["run", "--url", url, "Hi"], ["top", url], ["bench", "serve", "--num-prompts", "1", "--url", url]):
+        done = CliRunner().invoke(GROUP, command)
+        assert isinstance(done.exception, CliError), done.output
+        assert str(done.exception).endswith("try http://")
 
 
 def test_closing_the_iterator_leaves_the_server(fake_server: FakeServer) -> None:

@@ -17,7 +17,7 @@ from frontend.cli.settings import OPTIONS
 HEAVY = {"torch", "tokenizers", "transformers", "numba", "numpy", "huggingface_hub", "zmq", "rich", "prompt_toolkit"}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["version"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], ["version"], ["--version"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     program = (
         "import sys, json\n"
@@ -76,3 +76,27 @@ def test_bench_offline_lists_what_it_hands_on_to_the_measurement() -> None:
     page = CliRunner().invoke(GROUP, ["bench", "offline", "--help"]).output
     assert len(flags) > 5
     assert [flag for flag in flags if f"  {flag} " not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--model", "smollm2"], "MODEL is an argument: gapless serve MODEL"),
+        (["smollm2", "--model=x"], "MODEL is an argument: gapless serve MODEL"),
+        (["--enforce-eager"], "--no-cuda-graphs"),
+        (["--no-enable-prefix-caching"], "--disable-prefix-caching"),
+        (["--tensor-parallel-size", "2"], "one GPU only"),
+    ],
+)
+def test_flags_of_vllm_name_what_is_meant(flags: list[str], hint: str) -> None:
+    done = CliRunner().invoke(GROUP, ["serve", *flags])
+    assert done.exit_code == 2
+    assert f": {hint}\n" in done.output
+    meant = hint.split()[0]
+    assert not meant.startswith("--") or meant in {flag for opt in OPTIONS.values() for flag in opt.flags}
+
+
+def test_the_version_is_a_flag_too() -> None:
+    flag, command = (CliRunner().invoke(GROUP, [word]) for word in ("--version", "version"))
+    assert (flag.exit_code, flag.output) == (0, command.output)
+    assert flag.output.startswith("gapless ")

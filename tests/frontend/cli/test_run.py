@@ -44,6 +44,18 @@ def test_run_streams_an_answer(fake_server: FakeServer) -> None:
     ]
 
 
+def test_a_model_that_is_named_is_asked_for(fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has another one says so; the model of the settings is what would be started, and is not sent."""
+    monkeypatch.setenv("GAPLESS_MODEL", "of-the-settings")
+    gapless("run", "Why?", "--url", fake_server.url)
+    gapless("run", "smollm3", "Why?", "--url", fake_server.url)
+    gapless("chat", "smollm3", "--url", fake_server.url, text="Why?\n")
+    assert [body.get("model") for body in fake_server.bodies] == [None, "smollm3", "smollm3"]
+    fake_server.refusal = (404, {"error": {"message": "there is no model 'smollm3'"}})
+    done = gapless("run", "smollm3", "Why?", "--url", fake_server.url)
+    assert (done.returncode, done.stderr) == (1, "error: there is no model 'smollm3'\n")
+
+
 def test_an_answer_has_an_end_and_says_when_it_was_cut(fake_server: FakeServer) -> None:
     done = gapless("run", "Why?", "--url", fake_server.url)
     assert (done.stdout, done.stderr) == ("Hello\n", "")

@@ -13,7 +13,7 @@ from ipc.recorder import events, runs
 from ipc.recorder.events import name_words
 from ipc.recorder.store import About, Clock, state_directory, write_about
 from tests.frontend.trace import trace_format
-from tests.frontend.trace.recorded import FRONTEND, Tape, one_request, ring_bytes
+from tests.frontend.trace.recorded import ENGINE, FRONTEND, Tape, one_request, ring_bytes
 
 CLIENT_ID = "chatcmpl-00112233445566778899aabbccddeeff"
 
@@ -85,11 +85,35 @@ def test_files_for_perfetto_and_the_browser(tmp_path: Path) -> None:
     assert "cannot write" in failure("-o", str(tmp_path / "no" / "where.json"))
 
 
+def test_a_file_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    for option in ("-o", "--html"):
+        assert "cannot write" in failure(option, str(tmp_path / "no" / "where"))  # not: that there is no run
+
+
 def test_the_last_of_it() -> None:
     keep("20250615-000000-new", two_requests())
     assert "GPU of engine_core: 4 steps" in trace("--last", "1s").output
     assert "GPU of engine_core: 7 steps" in trace("--last", "1m").output
     assert trace("--last", "soon").exit_code == trace("--last", "0s").exit_code == 2
+
+
+@pytest.mark.parametrize("busy", ["nobody", FRONTEND, ENGINE])
+def test_a_time_without_steps_is_told(busy: str, tmp_path: Path) -> None:
+    tape = two_requests()
+    tape.span(ENGINE, events.WAIT, 5_000_000, 59_000_000)
+    if busy == FRONTEND:
+        tape.span(FRONTEND, events.DELIVER, 59_500_000, 59_500_010, 0, 1)
+    elif busy == ENGINE:  # which planned a step that did not come to its device
+        tape.span(ENGINE, events.SCHEDULE, 59_500_000, 59_500_010, 9)
+    tape.mark(FRONTEND, events.NAMED, 60_000_000, 9, 1, 2, 1)
+    keep("20250615-000000-new", tape)
+    out, html = tmp_path / "trace.json", tmp_path / "page.html"
+    result = trace("--last", "900ms", "-o", str(out), "--html", str(html))
+    assert result.exit_code == 0, result.exception
+    assert "no steps in this time" in result.output
+    assert "0 steps" not in result.output
+    json.loads(out.read_bytes())
+    assert "no steps" not in trace().output
 
 
 @pytest.mark.parametrize("wanted", ["3", CLIENT_ID, CLIENT_ID[9:], CLIENT_ID[9:17]])

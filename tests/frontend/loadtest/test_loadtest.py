@@ -21,7 +21,7 @@ from frontend.loadtest import workload
 from frontend.loadtest.client import Outcome
 from frontend.loadtest.report import kept, percentile, summarize, table, tpot
 from frontend.loadtest.run import Measured
-from tests.frontend.fake import FakeServer
+from tests.frontend.fake import MODEL, FakeServer
 
 
 @pytest.fixture
@@ -77,6 +77,30 @@ def test_a_table_and_a_file(server: FakeServer, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["completed"] == 5
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(server: FakeServer, tmp_path: Path) -> None:
+    before = len(server.fake.submits)
+    for path, why in ((tmp_path / "no" / "x.json", "No such file"), (tmp_path / "file" / "x.json", "No such file")):
+        (tmp_path / "file").touch()
+        done = run(server, "--num-prompts", "2", "--output", str(path))
+        assert isinstance(done.exception, CliError)
+        assert str(path) in str(done.exception)
+        assert why in str(done.exception)
+    assert len(server.fake.submits) == before
+
+
+def test_a_file_that_can_no_longer_be_written_loses_no_figures(server: FakeServer) -> None:
+    done = run(server, "--num-prompts", "2", "--output", "/dev/full")
+    assert isinstance(done.exception, CliError)
+    assert "cannot write /dev/full: No space left" in str(done.exception)
+    assert "Successful requests" in done.output
+
+
+def test_the_name_of_the_model_is_told(server: FakeServer) -> None:
+    assert result_of(server, "--num-prompts", "1")["model"] == MODEL
+    assert result_of(server, "--num-prompts", "1", "--model", "alias")["model"] == "alias"
+    assert result_of(server, "--num-prompts", "1", "--endpoint", "chat")["model"] == MODEL
+
+
 def test_a_goodput_that_nobody_reaches(server: FakeServer) -> None:
     assert result_of(server, "--num-prompts", "3", "--goodput", "e2el:0.0001")["request_goodput"] == 0
 
@@ -120,6 +144,8 @@ def answer_once(listener: socket.socket, answer: bytes) -> None:
 @pytest.mark.parametrize(
     "words",
     [["--goodput", "ttft"], ["--goodput", "speed:3"], ["--goodput", "ttft:-1"], ["--percentiles", "50,x"],
+     *(["--dataset", "sharegpt", *length] for length in
+       (["--input-len", "1024"], ["--output-len", "8"], ["--range-ratio", "0"])),
      ["--percentiles", "100"], ["--url", "ftp://x"], ["--request-rate", "0"], ["--num-prompts", "0"]],
 )  # fmt: skip
 def test_wrong_use_is_told(words: list[str]) -> None:

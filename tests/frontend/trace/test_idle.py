@@ -70,6 +70,26 @@ def test_no_requests_are_nobodys_fault() -> None:
     assert engine.steps == 4
 
 
+@pytest.mark.parametrize(
+    "how", ["refused", "left before it was encoded", "left when it was encoded", "left the engine"]
+)
+def test_a_request_that_came_to_nothing_is_not_alive_for_ever(how: str) -> None:
+    tape = Tape()
+    tape.span(ENGINE, events.GPU, 100, 1000, 1)
+    tape.span(ENGINE, events.WAIT, 1000, 90_000)
+    tape.span(ENGINE, events.GPU, 90_000, 91_000, 2)
+    tape.span(FRONTEND, events.PARSE, 2000, 2100, 70)
+    tape.mark(FRONTEND, events.NAMED, 2100, 70, 1, 2, 1)
+    if how != "left before it was encoded":
+        tape.span(TOKENIZER, events.ENCODE, 2200, 2300, 70, 0 if how == "refused" else 20, 1)
+    if how == "left the engine":  # which had no time to say so
+        tape.mark(ENGINE, events.RECEIVED, 2350, 70, 20)
+    tape.mark(FRONTEND, events.LEFT, 2400, 70)
+    pieces = found(tape)
+    assert pieces["no requests"] == 89_000 - 400
+    assert pieces.get("hand-over", 0) <= 400
+
+
 def test_overlapped_steps_leave_no_gap() -> None:
     """The next step is planned and launched while this one runs: nothing is anyone's fault."""
     tape = Tape()

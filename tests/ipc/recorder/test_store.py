@@ -18,6 +18,7 @@ from ipc.recorder.runs import find_runs
 from ipc.recorder.store import (
     HOME,
     LINK,
+    About,
     Clock,
     note_clocks,
     open_recordings,
@@ -26,6 +27,7 @@ from ipc.recorder.store import (
     read_about,
     retire,
     state_directory,
+    write_about,
 )
 from ipc.run_dir import RunDirectory, remove_run_directory
 
@@ -178,17 +180,36 @@ def test_the_recording_of_another_containers_server_is_left_alone(base: Path) ->
         assert folder not in shm(base)
 
 
-def test_only_the_newest_runs_are_kept(tmp_path: Path) -> None:
+def leave(runs: Path, hour: int, ready: bool) -> None:
+    run = runs / f"20260101-{hour}0000-x"
+    run.mkdir()
+    (run / "engine_core-1.ring").write_bytes(b"x" * 1000)
+    write_about(run, About("m", 1.0, "", {"engine_core": Clock(1, 1, 2, 3)} if ready else {}))
+
+
+def hours(runs: Path) -> list[int]:
+    return [int(path.name[9:11]) for path in past_runs(runs)]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_only_the_newest_runs_are_kept(tmp_path: Path, ready: bool) -> None:
     for hour in range(10, 20):
-        run = tmp_path / f"20260101-{hour}0000-x"
-        run.mkdir()
-        (run / "engine_core-1.ring").write_bytes(b"x" * 1000)
-    prune(tmp_path, max_runs=6, max_bytes=10**6)
-    assert [path.name[9:11] for path in past_runs(tmp_path)] == ["19", "18", "17", "16", "15", "14"]
-    prune(tmp_path, max_runs=6, max_bytes=3500)
-    assert [path.name[9:11] for path in past_runs(tmp_path)] == ["19", "18", "17"]
-    prune(tmp_path, max_runs=6, max_bytes=10)
-    assert [path.name[9:11] for path in past_runs(tmp_path)] == ["19"]
+        leave(tmp_path, hour, ready)
+    prune(tmp_path, max_runs=6, max_bytes=10**6, max_starts=6)
+    assert hours(tmp_path) == [19, 18, 17, 16, 15, 14]
+    prune(tmp_path, max_runs=6, max_bytes=3999, max_starts=6)
+    assert hours(tmp_path) == [19, 18, 17]
+    prune(tmp_path, max_runs=6, max_bytes=10, max_starts=6)
+    assert hours(tmp_path) == [19]
+
+
+def test_starts_that_fail_push_out_no_run(tmp_path: Path) -> None:
+    for hour in range(10, 22):
+        leave(tmp_path, hour, ready=True)
+    for hour in range(30, 60):
+        leave(tmp_path, hour, ready=False)
+        prune(tmp_path)
+    assert hours(tmp_path) == [59, 58, 57, *range(21, 9, -1)]
 
 
 def test_clocks_are_noted_and_one_that_differs_is_named(base: Path) -> None:
