@@ -208,7 +208,7 @@ class Backend:
                     self._heartbeat.start()
                     self.accepting.set()
                 case ProcessLost():
-                    if self.phase is not Phase.LOADING:  # a failed start is told by whoever started us, and why
+                    if self.model is not None:  # a failed start is told by whoever started us, and why
                         logger.error("%s died: %s", message.name, message.detail)
                     self.phase = Phase.LOST
                     self.fail_all(Error(503, f"{message.name} died: {message.detail}", type="server_error"))
