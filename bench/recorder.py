@@ -66,21 +66,35 @@ def engine_with(recorder: Recorder, requests: int, steps: int) -> Engine:
     return build(requests, steps, RecordingRunner(recorder), recorder)
 
 
+class Loop:
+    """What `engine_core.loop.run` does for a step while there is work, with its records."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._recorder = engine, engine.recorder
+        self._inbox, self._outbox = MemoryChannel(EngineMessage), MemoryChannel(DetokenizerMessage)
+
+    def step(self) -> None:
+        began = self._recorder.begin(INTAKE)
+        messages = self._inbox.drain(64)
+        self._recorder.end(INTAKE, began, 0, len(messages))
+        output = self._engine.step()
+        began = self._recorder.begin(PUBLISH)
+        self._outbox.send(output)
+        self._recorder.end(PUBLISH, began, output.step, len(output.token_ids) // 4)
+
+    def read(self) -> None:
+        """As the detokenizer would."""
+        self._outbox.drain()
+
+
 def steps_us(engine: Engine, count: int) -> list[float]:
-    """CPU microseconds of the loop's part of a step: what `engine_core.loop.run` does while there is work."""
-    inbox, outbox = MemoryChannel(EngineMessage), MemoryChannel(DetokenizerMessage)
-    recorder, times = engine.recorder, []
+    """CPU microseconds of the loop's part of a step."""
+    loop, times = Loop(engine), []
     for _ in range(count):
         start = time.thread_time_ns()
-        began = recorder.begin(INTAKE)
-        messages = inbox.drain(64)
-        recorder.end(INTAKE, began, 0, len(messages))
-        output = engine.step()
-        began = recorder.begin(PUBLISH)
-        outbox.send(output)
-        recorder.end(PUBLISH, began, output.step, len(output.token_ids) // 4)
+        loop.step()
         times.append((time.thread_time_ns() - start) / 1000)
-        outbox.drain()
+        loop.read()
     return times
 
 

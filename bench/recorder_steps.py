@@ -3,7 +3,7 @@
     python -m bench.recorder_steps MODEL [--device cuda] [--sizes 1,64,256] [--rounds 9]
 
 MODEL is a shape of `bench.shapes`, with random weights, or a .gguf file or folder. The part of the loop around a step
-that drains and publishes is done here as `engine_core.loop` does it, with its records. Per size: the medians, and the
+that drains and publishes is that of `bench.recorder`, as in `engine_core.loop`. Per size: the medians, and the
 difference between the two of each round, its median and its quartiles.
 """
 
@@ -17,14 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.recorder import Loop
 from bench.shapes import SHAPES, write_config
 from engine_core.build import build_engine
 from engine_core.engine import Engine
 from ipc.codec import pack_ids
 from ipc.config import EngineConfig
-from ipc.memory import MemoryChannel
-from ipc.messages import DetokenizerMessage, Generate
-from ipc.recorder.events import INTAKE, PUBLISH
+from ipc.messages import Generate
 from ipc.recorder.ring import Recorder, RingRecorder
 from ipc.sampling import SamplingParams
 
@@ -33,23 +32,15 @@ PROMPT, OUTPUTS, STEADY = 64, 200, 150
 
 def step_us(engine: Engine, size: int, first_id: int, rng: random.Random) -> float:
     """Microseconds a step of `size` sequences, over the last steps of their answers."""
-    outbox = MemoryChannel(DetokenizerMessage)
-    vocabulary, recorder = engine.facts.vocab_size, engine.recorder
+    loop, vocabulary = Loop(engine), engine.facts.vocab_size
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUTS)
     for index in range(size):
         ids = pack_ids([rng.randrange(10, vocabulary - 10) for _ in range(PROMPT)])
-        engine.add(
-            Generate(request_id=first_id + index, frontend=0, prompt_ids=ids, sampling=sampling, arrival=0)
-        )  # fmt: skip
+        engine.add(Generate(request_id=first_id + index, frontend=0, prompt_ids=ids, sampling=sampling, arrival=0))
     ends = []
     while engine.has_work:
-        began = recorder.begin(INTAKE)
-        recorder.end(INTAKE, began, 0, 0)
-        output = engine.step()
-        began = recorder.begin(PUBLISH)
-        outbox.send(output)
-        recorder.end(PUBLISH, began, output.step, len(output.token_ids) // 4)
-        outbox.drain()
+        loop.step()
+        loop.read()
         ends.append(time.perf_counter_ns())
     steady = ends[-STEADY - 2 : -2]
     return (steady[-1] - steady[0]) / (len(steady) - 1) / 1e3

@@ -84,13 +84,12 @@ def _skinny(
     if SPLITS > 1:
         tl.store(partial + ps * M * N + at, acc, mask=inside)
         tl.debug_barrier()
-        counter = counters + tl.program_id(2) * tl.num_programs(0) + pn
-        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        last = tl.atomic_add(counters + pn, 1, sem="acq_rel") == SPLITS - 1
         if last:
             acc = tl.zeros((BN, BM), tl.float32)
             for s in tl.static_range(SPLITS):
                 acc += tl.load(partial + s * M * N + at, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(counter, 0)
+            tl.store(counters + pn, 0)
     if last:
         if BIAS:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -110,7 +109,7 @@ class _Shape(NamedTuple):
     preload: int
     stages: int
     warps: int
-    most: int = 64  # rows of x per program
+    most: int = 64  # rows of x per program; with several programs for x, K is not split
 
 
 def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape | None:
@@ -180,6 +179,7 @@ def gemm(
     per_program = triton.cdiv(triton.cdiv(k, shape.columns), splits)
     partial = torch.empty(splits * rows * n if splits > 1 else 1, dtype=torch.float32, device=x.device)
     tile = 8 if rows <= 8 else min(shape.most, max(16, triton.next_power_of_2(rows)))
+    assert splits == 1 or rows <= tile  # arrivals are counted by tile of the weights
     _skinny[(triton.cdiv(n, shape.rows), splits, triton.cdiv(rows, tile))](
         x,
         weight,

@@ -41,7 +41,7 @@ def smollm2_reference(smollm2_path: Path) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": value("rope.freq_base")},
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).float().eval()
+    model = LlamaForCausalLM(config).float().train(False)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():

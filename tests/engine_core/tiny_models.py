@@ -88,7 +88,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     prefix, differences = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **differences, **changes})
     torch.manual_seed(seed)
-    model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config).float().train(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Routers choose clearly: where two experts are as good, rounding would decide.
