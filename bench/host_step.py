@@ -30,6 +30,7 @@ from bench.shapes import SHAPES
 from engine_core.attention.base import AttentionSpec
 from engine_core.cuda import runner as cuda_runner
 from engine_core.cuda.mixed import MixedLayout
+from engine_core.cuda.results import TURNS
 from engine_core.cuda.runner import CudaRunner
 from engine_core.engine import Engine
 from engine_core.layers.embedding import DenseEmbedding
@@ -136,7 +137,7 @@ def make_engine(max_tokens: int, num_blocks: int, phases: Phases) -> Engine:
     spec = AttentionSpec(model.num_layers, *heads, BLOCK, torch.bfloat16, cpu)
     runner = CudaRunner(cast(LlamaForCausalLM, stand_in), spec, config, model.max_position)
     replaced: Any = runner
-    replaced.sampling.results._copies = Nothing()
+    replaced.sampling.results._copies, replaced.sampling.results._copied = Nothing(), [Nothing()] * TURNS
     replaced.mixed_graphs._pays = lambda *_: True
     replaced.graphs.replay = lambda *_: None
     facts = ModelFacts(

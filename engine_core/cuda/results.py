@@ -61,6 +61,7 @@ class ResultRing:
         self.logprobs: torch.Tensor | None = None
         self._host_logprobs: torch.Tensor | None = None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied = [torch.cuda.Event() for _ in range(TURNS if self._copies else 0)]
         self._turn = 0
 
     def next_turn(self) -> int:
@@ -73,9 +74,16 @@ class ResultRing:
             self.logprobs = torch.zeros(shape, dtype=torch.int32, device=self.tokens.device)
             self._host_logprobs = _pinned_like(self.logprobs)
 
-    def fetch(self, turn: int, sampling: Sequence[ScheduledRow], result: StepTokens, with_logprobs: bool) -> CudaStep:
-        """Start the copy of what a step has sampled, beside whatever the compute stream does next."""
-        count, done = len(sampling), torch.cuda.Event()
+    def fetch(
+        self,
+        turn: int,
+        sampling: Sequence[ScheduledRow],
+        result: StepTokens,
+        ended: torch.cuda.Event,
+        with_logprobs: bool,
+    ) -> CudaStep:
+        """Start the copy of what a step has sampled, once it has `ended`, beside whatever comes after it."""
+        count, done = len(sampling), ended
         wanted: dict[int, int] = {}
         if with_logprobs:
             asked = ((index, row.request.sampling.logprobs) for index, row in enumerate(sampling))
@@ -83,7 +91,7 @@ class ResultRing:
         tokens, records = self._host_tokens[turn, :count], None
         if count:
             assert self._copies is not None
-            self._copies.wait_stream(torch.cuda.current_stream())
+            self._copies.wait_event(ended)
             with torch.cuda.stream(self._copies):
                 tokens.copy_(self.tokens[turn, :count], non_blocking=True)
                 if wanted:
@@ -91,9 +99,8 @@ class ResultRing:
                     assert self._host_logprobs is not None
                     records = self._host_logprobs[turn, :count]
                     records.copy_(self.logprobs[turn, :count], non_blocking=True)
-                done.record()
-        else:
-            done.record()
+                done = self._copied[turn]
+                done.record(self._copies)
         return CudaStep(done, tokens, result, wanted, records)
 
 

@@ -79,7 +79,9 @@ class CudaRunner:
         self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
-        self._spans = DeviceSpans(recorder or Recorder(), TURNS, lambda: torch.cuda.Event(enable_timing=True))
+        recorder = recorder or Recorder()
+        self._ended = [torch.cuda.Event(enable_timing=recorder.keeps) for _ in range(TURNS)]  # steps, by turn
+        self._spans = DeviceSpans(recorder, self._ended, lambda: torch.cuda.Event(enable_timing=True))
         self._captures: Iterator[None] = itertools.chain(
             self.mixed_graphs.prepare(), self.decode_graphs.prepare(min(max_model_len, PREPARED_CONTEXT))
         )
@@ -125,13 +127,14 @@ class CudaRunner:
         turn = self.sampling.results.next_turn()
         sampling = [row for row in plan.rows if row.samples]
         result = StepTokens([])
-        self._spans.begin(turn)
+        stream, ended = torch.cuda.current_stream(), self._ended[turn]
+        self._spans.begin(turn, stream)
         if plan.num_decodes == len(plan.rows):  # not for a chunk of one token: its id is not the last sampled one
             needs = self._launch_decode(plan.rows, turn)
         else:
             needs = self._launch_mixed(plan, sampling, turn, result)
-        self._spans.end(turn)
-        step = self.sampling.results.fetch(turn, sampling, result, with_logprobs=needs is Needs.FULL)
+        ended.record(stream)
+        step = self.sampling.results.fetch(turn, sampling, result, ended, with_logprobs=needs is Needs.FULL)
         step.seen = partial(self._spans.read, turn, step=plan.step, num_tokens=plan.num_tokens, num_rows=len(plan.rows))
         return step
 

@@ -10,8 +10,8 @@ device's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
 from ipc.recorder.events import GPU
 from ipc.recorder.ring import Recorder
@@ -23,40 +23,38 @@ FAR_NS = 1_000_000_000  # events further apart are too coarse to place a step: t
 class TimedEvent(Protocol):
     """A `torch.cuda.Event(enable_timing=True)`."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any) -> None: ...
 
     def elapsed_time(self, end_event: Self) -> float: ...
 
 
 class DeviceSpans:
-    """`count`: how many steps may be on their way. Does nothing if nobody records."""
+    """Does nothing if nobody records.
+
+    `ends`: one for each step that may be on its way, recorded behind the last of its work by who launches it.
+    """
 
     def __init__(
         self,
         recorder: Recorder,
-        count: int,
+        ends: Sequence[TimedEvent],
         make_event: Callable[[], TimedEvent],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._recorder, self._clock = recorder, clock
-        self._begins = [make_event() for _ in range(count)] if recorder.keeps else []
-        self._ends = [make_event() for _ in self._begins]
-        self._launched = [0] * count
+        self._ends = ends
+        self._begins = [make_event() for _ in ends] if recorder.keeps else []
+        self._launched = [0] * len(ends)
         self._last: TimedEvent | None = None  # the end of the latest step that was read, and when that was
         self._last_ns = 0
         self._slack = FAR_NS  # least time between the end of a step and the host's seeing it, in this window
         self._steps = 0
 
-    def begin(self, turn: int) -> None:
-        """The stream is about to run the step `turn`."""
+    def begin(self, turn: int, stream: Any) -> None:
+        """`stream`, of the device, is about to run the step `turn`."""
         if self._begins:
             self._launched[turn] = self._clock()
-            self._begins[turn].record()
-
-    def end(self, turn: int) -> None:
-        """All of the step is on the stream."""
-        if self._begins:
-            self._ends[turn].record()
+            self._begins[turn].record(stream)
 
     def read(self, turn: int, waited: bool, step: int, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         """When the step began and ended, None if nobody records. It is complete, the oldest that was not read.

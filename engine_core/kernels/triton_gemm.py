@@ -126,13 +126,17 @@ def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape | None:
         if gated:
             return _Shape(64, 128, 1, 0, 4, 4) if k <= 2048 else _Shape(32, 128, 1, 1, 4, 2)
         return _Shape(64, 128, 4 if n <= 4096 and k >= 2048 else 1, 0, 6, 4)
-    if rows <= 64 and megabytes <= 16:
+    if rows <= 64:
         if gated:
-            return _Shape(64, 64, 1, 0, 6, 4)
-        if n <= 2048:
+            return _Shape(64, 64, 1, 0, 6 if megabytes <= 16 else 4, 4)
+        if n >= 32768:  # the head
+            return _Shape(64, 64, 1, 0, 6, 4) if k <= 1024 else _Shape(128, 128, 1, 0, 4, 8)
+        if n <= 2048 and megabytes <= 16:
             return _Shape(32, 128, 4, 0, 6, 2)
-        if narrow:
+        if narrow and megabytes <= 16:
             return _Shape(64, 64, 1, 0, 6, 4)
+        if 2048 < n <= 4096 <= k:
+            return _Shape(64, 128, 2, 0, 4, 4)
     if 128 < rows <= 256 and narrow and n > 2048:
         return _Shape(64, 128, 1, 0, 3, 8, 128) if gated else _Shape(64, 128, 1, 0, 4, 4, 128)
     return None

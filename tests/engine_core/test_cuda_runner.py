@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine_core.cuda import mixed_graphs
 from engine_core.cuda import runner as cuda_runner
+from engine_core.cuda.results import TURNS
 from engine_core.cuda.runner import CudaRunner
 from engine_core.layers.linear import DenseLinear
 from engine_core.loader import checkpoint
@@ -42,7 +43,7 @@ class Nothing:
     def record(self, *args: object) -> None:
         """Has happened."""
 
-    synchronize = wait_stream = record
+    synchronize = wait_event = record
 
     def query(self) -> bool:
         return True
@@ -77,7 +78,8 @@ class Steps:
         spec = _attention_spec(opened.config, BLOCK_SIZE, torch.float32, CPU)
         config = EngineConfig(model=str(folder), max_num_seqs=6, max_num_batched_tokens=64)
         self.runner = CudaRunner(model, spec, config, 256)
-        self.runner.sampling.results._copies = Nothing()  # type: ignore[assignment]
+        results = self.runner.sampling.results
+        results._copies, results._copied = Nothing(), [Nothing()] * TURNS  # type: ignore[assignment, list-item]
         self.runner.allocate(64)
         self.runner.cache.fill_(float("nan"))  # what failed requests may leave behind
         self.runner.cache[:, :, 0] = 0.0  # block 0 is padding's

@@ -19,6 +19,7 @@ from ipc.recorder.ring import Recorder, RingRecorder
 
 US = 1000
 COUNT = 4
+STREAM = object()
 
 
 class World:
@@ -37,12 +38,15 @@ class World:
     def event(self) -> FakeEvent:
         return FakeEvent(self)
 
+    def events(self) -> list[FakeEvent]:
+        return [self.event() for _ in range(COUNT)]
+
 
 class FakeEvent:
     def __init__(self, world: World) -> None:
         self._world, self._at = world, 0
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self._at = max(self._world.busy_until, self._world.now + 3 * US)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
@@ -53,15 +57,16 @@ def drive(folder: Path, world: World, steps: int, seed: int) -> list[Record]:
     """Two steps in flight, as the engine keeps them; the host sees a step's end some microseconds late."""
     draw = random.Random(seed)
     recorder = RingRecorder(folder, "engine_core", 1 << 14)
-    spans = DeviceSpans(recorder, COUNT, world.event, world.clock)
+    ends = world.events()
+    spans = DeviceSpans(recorder, ends, world.event, world.clock)
     in_flight: list[tuple[int, int, int]] = []
     for step in range(1, steps + 1):
         turn = step % COUNT
-        spans.begin(turn)
+        spans.begin(turn, STREAM)
         begin = max(world.busy_until, world.now + 3 * US)
         world.now += draw.randrange(40, 80) * US
         world.busy_until = begin + draw.randrange(400, 700) * US
-        spans.end(turn)
+        ends[turn].record(STREAM)
         world.truth.append((begin, world.busy_until))
         in_flight.append((turn, step, world.busy_until))
         if len(in_flight) == 2:
@@ -90,13 +95,14 @@ def test_steps_lie_where_they_were(tmp_path: Path, drift: float) -> None:
 def test_a_step_after_a_long_rest_begins_at_its_launch(tmp_path: Path) -> None:
     world = World(0.0)
     recorder = RingRecorder(tmp_path, "engine_core", 64)
-    spans = DeviceSpans(recorder, COUNT, world.event, world.clock)
+    ends = world.events()
+    spans = DeviceSpans(recorder, ends, world.event, world.clock)
     for step, rest in ((1, 0), (2, 3_600_000_000_000), (3, 100 * US)):
         world.now += rest
         launched = world.now
-        spans.begin(step)
+        spans.begin(step, STREAM)
         world.busy_until = world.now + 503 * US
-        spans.end(step)
+        ends[step].record(STREAM)
         world.now = world.busy_until + 10 * US
         span = spans.read(step, True, step, 1, 1)
         record = read_ring(recorder.path).records[-1]
@@ -109,16 +115,18 @@ def test_nobody_records_nothing_is_measured() -> None:
     def no_event() -> FakeEvent:
         raise AssertionError("an event was made")
 
-    spans = DeviceSpans(Recorder(), COUNT, no_event)
-    spans.begin(0)
-    spans.end(0)
+    ends = World(0.0).events()
+    spans = DeviceSpans(Recorder(), ends, no_event)
+    spans.begin(0, STREAM)
+    ends[0].record(STREAM)
     assert spans.read(0, True, 1, 1, 1) is None
 
 
 def test_usage_finds_the_gaps_of_overlapped_steps() -> None:
     """As the engine drives it: a host that is late now and then leaves gaps, and they are told from busy time."""
     world, draw = World(0.0), random.Random(2)
-    spans = DeviceSpans(_Keeps(), COUNT, world.event, world.clock)
+    ends = world.events()
+    spans = DeviceSpans(_Keeps(), ends, world.event, world.clock)
     usage = Usage(clock=world.clock)
     in_flight: list[tuple[int, int]] = []
     for step in range(1, 400):
@@ -126,11 +134,11 @@ def test_usage_finds_the_gaps_of_overlapped_steps() -> None:
         usage.doing(Host.SCHEDULE)
         world.now += draw.choice([20, 20, 20, 900]) * US  # one step in four is planned too slowly
         usage.doing(Host.LAUNCH)
-        spans.begin(turn)
+        spans.begin(turn, STREAM)
         begin = max(world.busy_until, world.now + 3 * US)
         world.now += 50 * US
         world.busy_until = begin + 500 * US
-        spans.end(turn)
+        ends[turn].record(STREAM)
         usage.launched()
         usage.doing(Host.COLLECT)
         world.truth.append((begin, world.busy_until))

@@ -74,7 +74,10 @@ def test_gemv_with_its_neighbours(rows: int, n: int, k: int, gated: bool, dtype:
 
 @pytest.mark.parametrize(
     ("rows", "n", "k"),
-    [(3, 40, 576), (8, 70, 512), (16, 64, 2048), (30, 100, 2100), (33, 64, 256), (40, 2100, 64), (130, 2100, 64)],
+    [
+        *[(3, 40, 576), (8, 70, 512), (16, 64, 2048), (30, 100, 2100), (33, 64, 256), (40, 2100, 64), (130, 2100, 64)],
+        (36, 2100, 4100),
+    ],
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_gemm_of_few_rows_with_its_neighbours(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> None:
@@ -85,6 +88,13 @@ def test_gemm_of_few_rows_with_its_neighbours(rows: int, n: int, k: int, gated: 
         out = triton_gemm.gemm(x, weight, residual=residual, gated=gated)
         expected = product(x, weight, gated)
         close(out, expected if residual is None else expected + residual.float(), dtype)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(33, 72), (64, 1100)])
+def test_gemm_of_a_head(rows: int, k: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, k, dtype=dtype), random(32800, k, dtype=dtype, scale=0.1)
+    assert triton_gemm.suits(rows, weight)
+    close(triton_gemm.gemm(x, weight, dtype=torch.float32), product(x, weight, False), dtype)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 100), (3, 576), (70, 48)])

@@ -15,12 +15,14 @@ from engine_core.plan import ScheduledRow, StepPlan
 from tests.gpu.models import LONG, VOCABULARY, Forced, save_model
 
 
-@pytest.fixture(scope="module", params=[64, 128], ids=lambda dim: f"head size {dim}")
+@pytest.fixture(scope="module", params=[(64, None), (128, None), (128, 1000)], ids=["64", "128", "128, window"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """By head size and sliding window."""
     folder = tmp_path_factory.mktemp("long")
-    shape = LONG if request.param == 64 else {**LONG, "head_dim": 128}
+    head_dim, window = request.param
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    made = save_model(folder, "llama", **shape, max_position_embeddings=8192, rope_parameters=rope)
+    shape = {**LONG, "head_dim": head_dim, "sliding_window": window, "max_position_embeddings": 8192}
+    made = save_model(folder, "mistral", **shape, rope_parameters=rope)
     return folder, made.cuda()
 
 
