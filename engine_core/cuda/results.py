@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_core.cuda.state import aligned
 from engine_core.kernels import triton_logprobs
 from engine_core.kernels.triton_draw import MASKED
 from engine_core.kernels.triton_logprobs import AHEAD, IDS, LOGITS, OWN, SUM, TOP
@@ -17,6 +18,7 @@ from engine_core.logprobs import LOWEST
 from engine_core.plan import ScheduledRow, StepTokens
 from ipc.messages import TokenLogprobs
 
+TIMES = 4  # int32 cells of a step's two times
 TURNS = 4  # results that may be on their way to the host at once; more than the engine ever has in flight
 NOT_FINITE = "the model's logits hold NaN or infinity"
 ALL_MASKED = "no token is allowed: every one of them is masked"
@@ -27,17 +29,19 @@ class CudaStep:
     """A step on its way."""
 
     done: torch.cuda.Event
+    times: NDArray[np.int64]  # pinned [2]: when it began and ended, in ns of the device's clock, if it was told to say
     tokens: torch.Tensor  # pinned int32 [sampling rows]
     result: StepTokens  # what the host knows already: prompt log-probabilities
     logprobs: dict[int, int]  # index of a row that wants log-probabilities -> how many alternatives
     records: torch.Tensor | None  # pinned, if there are such rows
-    # Called once its tokens are here, with whether they were waited for: when the device ran it, if that is known.
-    seen: Callable[[bool], tuple[int, int] | None] = lambda _: None
+    # Called once it is complete with whether it was waited for and `times`: when that was in the host's time, if known.
+    seen: Callable[[bool, int, int], tuple[int, int] | None] = lambda *_: None
 
     def wait(self) -> StepTokens:
         waited = not self.done.query()
         self.done.synchronize()
-        result = replace(self.result, span=self.seen(waited))
+        begin, end = self.times.tolist()
+        result = replace(self.result, span=self.seen(waited, begin, end))
         ids: list[int] = self.tokens.tolist()
         for index, token in enumerate(ids):
             if token < 0:
@@ -53,11 +57,16 @@ class CudaStep:
 
 
 class ResultRing:
-    """`tokens`: int32 [TURNS, rows]; `logprobs`: int32 [TURNS, rows, cells], once a request has wanted them."""
+    """`tokens`: int32 [TURNS, rows]; `times`: int64 [TURNS, 2]; `logprobs`: int32 [TURNS, rows, cells], once a request
+    has wanted them."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(TURNS, rows, dtype=torch.int32, device=device)
-        self._host_tokens = _pinned_like(self.tokens)
+        # Times and tokens in one, so that they come to the host in one copy.
+        self._cells = torch.zeros(TURNS, TIMES + aligned(rows), dtype=torch.int32, device=device)
+        self._host_cells = _pinned_like(self._cells)
+        self.tokens = self._cells[:, TIMES : TIMES + rows]
+        self.times = self._cells.view(torch.int64)[:, :2]
+        self._host_times = self._host_cells.view(torch.int64)[:, :2].numpy()
         self.logprobs: torch.Tensor | None = None
         self._host_logprobs: torch.Tensor | None = None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -81,6 +90,7 @@ class ResultRing:
         result: StepTokens,
         ended: torch.cuda.Event,
         with_logprobs: bool,
+        with_times: bool,
     ) -> CudaStep:
         """Start the copy of what a step has sampled, once it has `ended`, beside whatever comes after it."""
         count, done = len(sampling), ended
@@ -88,12 +98,12 @@ class ResultRing:
         if with_logprobs:
             asked = ((index, row.request.sampling.logprobs) for index, row in enumerate(sampling))
             wanted = {index: number for index, number in asked if number is not None}
-        tokens, records = self._host_tokens[turn, :count], None
-        if count:
+        cells, records = self._host_cells[turn, : TIMES + count], None
+        if count or with_times:
             assert self._copies is not None
             self._copies.wait_event(ended)
             with torch.cuda.stream(self._copies):
-                tokens.copy_(self.tokens[turn, :count], non_blocking=True)
+                cells.copy_(self._cells[turn, : TIMES + count], non_blocking=True)
                 if wanted:
                     assert self.logprobs is not None
                     assert self._host_logprobs is not None
@@ -101,7 +111,7 @@ class ResultRing:
                     records.copy_(self.logprobs[turn, :count], non_blocking=True)
                 done = self._copied[turn]
                 done.record(self._copies)
-        return CudaStep(done, tokens, result, wanted, records)
+        return CudaStep(done, self._host_times[turn], cells[TIMES:], result, wanted, records)
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from engine_core.cuda.state import SlotState, Staging
 from engine_core.cuda.step_times import StepTimes, product_rate
 from engine_core.kernels import triton_attention, triton_pointwise, triton_step
 from engine_core.kernels.triton_compile import compile_only
+from engine_core.kernels.triton_step import Stamp
 from engine_core.layers.embedding import DenseEmbedding
 from engine_core.limits import max_batched_tokens
 from engine_core.memory import SMALLER_STEPS, out_of_memory
@@ -79,9 +80,8 @@ class CudaRunner:
         self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
-        recorder = recorder or Recorder()
-        self._ended = [torch.cuda.Event(enable_timing=recorder.keeps) for _ in range(TURNS)]  # steps, by turn
-        self._spans = DeviceSpans(recorder, self._ended, lambda: torch.cuda.Event(enable_timing=True))
+        self._ended = [torch.cuda.Event() for _ in range(TURNS)]  # steps, by turn
+        self._spans = DeviceSpans(recorder or Recorder(), TURNS)
         self._captures: Iterator[None] = itertools.chain(
             self.mixed_graphs.prepare(), self.decode_graphs.prepare(min(max_model_len, PREPARED_CONTEXT))
         )
@@ -127,14 +127,14 @@ class CudaRunner:
         turn = self.sampling.results.next_turn()
         sampling = [row for row in plan.rows if row.samples]
         result = StepTokens([])
-        stream, ended = torch.cuda.current_stream(), self._ended[turn]
-        self._spans.begin(turn, stream)
+        self._spans.launch(turn)
         if plan.num_decodes == len(plan.rows):  # not for a chunk of one token: its id is not the last sampled one
             needs = self._launch_decode(plan.rows, turn)
         else:
             needs = self._launch_mixed(plan, sampling, turn, result)
-        ended.record(stream)
-        step = self.sampling.results.fetch(turn, sampling, result, ended, with_logprobs=needs is Needs.FULL)
+        ended = self._ended[turn]
+        ended.record()
+        step = self.sampling.results.fetch(turn, sampling, result, ended, needs is Needs.FULL, self._spans.keeps)
         step.seen = partial(self._spans.read, turn, step=plan.step, num_tokens=plan.num_tokens, num_rows=len(plan.rows))
         return step
 
@@ -145,6 +145,9 @@ class CudaRunner:
 
     def release(self, request: Request) -> None:
         self.state.forget(request)
+
+    def _stamp(self, turn: torch.Tensor) -> Stamp | None:
+        return Stamp(self.sampling.results.times, turn) if self._spans.keeps else None
 
     # --- a step of decode rows alone: one graph -------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class CudaRunner:
         return needs
 
     def _decode_step(self, inputs: DecodeInputs, longest: int, needs: Needs) -> None:
-        state, spec = self.state, self.spec
+        state, spec, stamp = self.state, self.spec, self._stamp(inputs.turn)
         x = triton_step.begin_step(
             inputs.slots,
             inputs.lengths,
@@ -168,6 +171,7 @@ class CudaRunner:
             self.sampling.last_tokens,
             self.embedding,
             spec.block_size,
+            stamp,
         )
         rows = inputs.slots.shape[0]
 
@@ -191,6 +195,8 @@ class CudaRunner:
 
         logits = self.model.logits(self.model.forward(x, attend))
         self.sampling.draw(logits, inputs.slots, inputs.lengths, inputs.turn, needs)
+        if stamp is not None:
+            triton_step.end_step(stamp)
 
     # --- a step with prompt tokens in it ----------------------------------------------------------------
 
@@ -208,7 +214,8 @@ class CudaRunner:
             self.mixed_graphs.replay(size, needs)
             return needs
         device = MixedInputs(*self.staging.send(list(host.arrays)))
-        x = triton_step.embed(device.ids, device.token_slots, self.sampling.last_tokens, self.embedding)
+        stamp = self._stamp(device.turn)
+        x = triton_step.embed(device.ids, device.token_slots, self.sampling.last_tokens, self.embedding, stamp)
         prompts = self.flash.rows(host, device, self.state.tables) if self.flash is not None else None
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -224,15 +231,20 @@ class CudaRunner:
         if sampling:
             logits = self.model.logits(hidden.index_select(0, device.logits_rows))
             self.sampling.draw(logits, device.logits_slots, device.logits_lengths, device.turn, needs)
+        if stamp is not None:
+            triton_step.end_step(stamp)
         return needs
 
     def _mixed_step(self, inputs: MixedInputs, size: MixedSize, needs: Needs) -> None:
         """A step of fixed size. All its rows that decode attention does not take go through the prefill kernel."""
         host = MixedHost((), [], num_decodes=size.num_decodes, longest_decode=MAX_UNSPLIT_CONTEXT)
-        x = triton_step.embed(inputs.ids, inputs.token_slots, self.sampling.last_tokens, self.embedding)
+        stamp = self._stamp(inputs.turn)
+        x = triton_step.embed(inputs.ids, inputs.token_slots, self.sampling.last_tokens, self.embedding, stamp)
         hidden = self.model.forward(x, lambda layer, qkv: self._attend_mixed(layer, qkv, (), host, inputs))
         logits = self.model.logits(hidden.index_select(0, inputs.logits_rows))
         self.sampling.draw(logits, inputs.logits_slots, inputs.logits_lengths, inputs.turn, needs)
+        if stamp is not None:
+            triton_step.end_step(stamp)
 
     def _attend_mixed(
         self,

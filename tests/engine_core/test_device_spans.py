@@ -19,12 +19,11 @@ from ipc.recorder.ring import Recorder, RingRecorder
 
 US = 1000
 COUNT = 4
-STREAM = object()
 
 
 class World:
-    """A host clock, and a device that runs what is on its stream one after the other. The device's clock is fast by
-    `drift`; events tell float32 milliseconds, as CUDA's do."""
+    """A host clock, and a device that runs what it is given one after the other. The device's clock has another zero,
+    is fast by `drift` and moves 32 ns at a time."""
 
     def __init__(self, drift: float) -> None:
         self.now = 50_000_000_000
@@ -35,45 +34,35 @@ class World:
     def clock(self) -> int:
         return self.now
 
-    def event(self) -> FakeEvent:
-        return FakeEvent(self)
+    def run(self, duration: int) -> int:
+        """A step that is launched now; when it will end."""
+        begin = max(self.busy_until, self.now + 3 * US)
+        self.busy_until = begin + duration
+        self.truth.append((begin, self.busy_until))
+        return self.busy_until
 
-    def events(self) -> list[FakeEvent]:
-        return [self.event() for _ in range(COUNT)]
-
-
-class FakeEvent:
-    def __init__(self, world: World) -> None:
-        self._world, self._at = world, 0
-
-    def record(self, stream: object) -> None:
-        self._at = max(self._world.busy_until, self._world.now + 3 * US)
-
-    def elapsed_time(self, end_event: FakeEvent) -> float:
-        return float(np.float32((end_event._at - self._at) * (1 + self._world.drift) / 1e6))
+    def stamps(self, step: int) -> tuple[int, int]:
+        """What the device wrote down of the step'th step, from 1."""
+        begin, end = (1_700_000_000_000_000_000 + int(at * (1 + self.drift)) // 32 * 32 for at in self.truth[step - 1])
+        return begin, end
 
 
 def drive(folder: Path, world: World, steps: int, seed: int) -> list[Record]:
     """Two steps in flight, as the engine keeps them; the host sees a step's end some microseconds late."""
     draw = random.Random(seed)
     recorder = RingRecorder(folder, "engine_core", 1 << 14)
-    ends = world.events()
-    spans = DeviceSpans(recorder, ends, world.event, world.clock)
-    in_flight: list[tuple[int, int, int]] = []
+    spans = DeviceSpans(recorder, COUNT, world.clock)
+    in_flight: list[tuple[int, int]] = []
     for step in range(1, steps + 1):
-        turn = step % COUNT
-        spans.begin(turn, STREAM)
-        begin = max(world.busy_until, world.now + 3 * US)
+        spans.launch(step % COUNT)
+        end = world.run(draw.randrange(400, 700) * US)
         world.now += draw.randrange(40, 80) * US
-        world.busy_until = begin + draw.randrange(400, 700) * US
-        ends[turn].record(STREAM)
-        world.truth.append((begin, world.busy_until))
-        in_flight.append((turn, step, world.busy_until))
+        in_flight.append((step, end))
         if len(in_flight) == 2:
-            turn, done, end = in_flight.pop(0)
+            done, end = in_flight.pop(0)
             waited = end > world.now
             world.now = max(world.now, end) + draw.randrange(6, 20) * US
-            spans.read(turn, waited, done, 8, 8)
+            spans.read(done % COUNT, waited, *world.stamps(done), done, 8, 8)
             world.now += draw.randrange(20, 60) * US
     return read_ring(recorder.path).records
 
@@ -93,61 +82,49 @@ def test_steps_lie_where_they_were(tmp_path: Path, drift: float) -> None:
 
 
 def test_a_step_after_a_long_rest_begins_at_its_launch(tmp_path: Path) -> None:
-    world = World(0.0)
+    world = World(3e-5)  # a tenth of a second in the second rest
     recorder = RingRecorder(tmp_path, "engine_core", 64)
-    ends = world.events()
-    spans = DeviceSpans(recorder, ends, world.event, world.clock)
-    for step, rest in ((1, 0), (2, 3_600_000_000_000), (3, 100 * US)):
+    spans = DeviceSpans(recorder, COUNT, world.clock)
+    for step, rest, waited in ((1, 0, True), (2, 3_600_000_000_000, True), (3, 100 * US, True), (4, 10**12, False)):
         world.now += rest
         launched = world.now
-        spans.begin(step, STREAM)
-        world.busy_until = world.now + 503 * US
-        ends[step].record(STREAM)
-        world.now = world.busy_until + 10 * US
-        span = spans.read(step, True, step, 1, 1)
+        spans.launch(step % COUNT)
+        world.now = world.run(503 * US) + (10 * US if waited else 300 * US)
+        span = spans.read(step % COUNT, waited, *world.stamps(step), step, 1, 1)
         record = read_ring(recorder.path).records[-1]
         assert span == (record.begin, record.end)
         assert launched <= record.begin <= launched + 15 * US
         assert record.end <= world.now
 
 
-def test_nobody_records_nothing_is_measured() -> None:
-    def no_event() -> FakeEvent:
-        raise AssertionError("an event was made")
-
-    ends = World(0.0).events()
-    spans = DeviceSpans(Recorder(), ends, no_event)
-    spans.begin(0, STREAM)
-    ends[0].record(STREAM)
-    assert spans.read(0, True, 1, 1, 1) is None
+def test_nobody_records_nothing_is_told() -> None:
+    spans = DeviceSpans(Recorder(), COUNT)
+    assert not spans.keeps
+    spans.launch(0)
+    assert spans.read(0, True, 0, 0, 1, 1, 1) is None
 
 
 def test_usage_finds_the_gaps_of_overlapped_steps() -> None:
     """As the engine drives it: a host that is late now and then leaves gaps, and they are told from busy time."""
     world, draw = World(0.0), random.Random(2)
-    ends = world.events()
-    spans = DeviceSpans(_Keeps(), ends, world.event, world.clock)
+    spans = DeviceSpans(_Keeps(), COUNT, world.clock)
     usage = Usage(clock=world.clock)
     in_flight: list[tuple[int, int]] = []
     for step in range(1, 400):
-        turn = step % COUNT
         usage.doing(Host.SCHEDULE)
         world.now += draw.choice([20, 20, 20, 900]) * US  # one step in four is planned too slowly
         usage.doing(Host.LAUNCH)
-        spans.begin(turn, STREAM)
-        begin = max(world.busy_until, world.now + 3 * US)
+        spans.launch(step % COUNT)
+        end = world.run(500 * US)
         world.now += 50 * US
-        world.busy_until = begin + 500 * US
-        ends[turn].record(STREAM)
         usage.launched()
         usage.doing(Host.COLLECT)
-        world.truth.append((begin, world.busy_until))
-        in_flight.append((turn, world.busy_until))
+        in_flight.append((step, end))
         if len(in_flight) == 2:
-            turn, end = in_flight.pop(0)
+            oldest, end = in_flight.pop(0)
             waited = end > world.now
             world.now = max(world.now, end) + 10 * US
-            usage.landed(spans.read(turn, waited, step, 8, 8))
+            usage.landed(spans.read(oldest % COUNT, waited, *world.stamps(oldest), oldest, 8, 8))
     done = world.truth[:-1]
     busy = sum(end - begin for begin, end in done)
     gaps = sum(later[0] - earlier[1] for earlier, later in itertools.pairwise(done))
@@ -174,12 +151,13 @@ class _Done:
 
 
 def test_a_step_tells_when_it_ran() -> None:
-    seen: list[bool] = []
+    seen: list[tuple[bool, int, int]] = []
 
-    def read(waited: bool) -> tuple[int, int]:
-        seen.append(waited)
+    def read(waited: bool, begin: int, end: int) -> tuple[int, int]:
+        seen.append((waited, begin, end))
         return 5, 9
 
-    step = CudaStep(_Done(), torch.tensor([7], dtype=torch.int32), StepTokens([]), {}, None, read)  # type: ignore[arg-type]
+    times, ids = np.array([3, 7]), torch.tensor([7], dtype=torch.int32)
+    step = CudaStep(_Done(), times, ids, StepTokens([]), {}, None, read)  # type: ignore[arg-type]
     tokens = step.wait()
-    assert (tokens.span, tokens.token_ids, seen) == ((5, 9), [7], [False])
+    assert (tokens.span, tokens.token_ids, seen) == ((5, 9), [7], [(False, 3, 7)])

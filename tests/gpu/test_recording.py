@@ -1,4 +1,4 @@
-"""The flight recorder's view of a GPU: steps from CUDA events, placed in the host's time."""
+"""The flight recorder's view of a GPU: steps by its own clock, placed in the host's time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_step_lies_between_its_launch_and_its_tokens(model: Path, tmp_path:
     assert len(steps) >= TOKENS
     assert [step.id for step in steps] == list(range(1, len(steps) + 1))
     for step in steps:
-        assert step.duration > 1000
+        assert 1_000 < step.duration < 1_000_000_000
         assert step.begin >= launches[step.id].begin
         assert step.end <= collects[step.id].end
     for earlier, later in itertools.pairwise(steps):
