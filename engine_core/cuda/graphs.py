@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +99,10 @@ class GraphCache:
             with torch.cuda.stream(stream):
                 step()  # compiles kernels and makes library handles, which a capture cannot
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                step()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # one that fails at once is no news
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                    step()
             self._pool = self._pool or graph.pool()
         except RuntimeError as error:  # torch's own, or that of a library or the driver
             torch.cuda.set_stream(current)  # a capture that fails at its end does not
