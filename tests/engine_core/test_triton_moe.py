@@ -95,7 +95,7 @@ CHOICES = pytest.mark.parametrize("choose", [uneven, all_to_the_last, all_to_the
 @CHOICES
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "rows"),
-    [(9, 5, 2, 16), (16, 3, 1, 16), (17, 3, 1, 16), (33, 6, 4, 16), (70, 4, 2, 64), (1100, 6, 2, 128)],
+    [(9, 5, 2, 16), (16, 3, 1, 16), (17, 3, 1, 16), (33, 6, 4, 16), (70, 4, 2, 32), (70, 4, 2, 64), (1100, 6, 2, 128)],
 )
 def test_sorting(choose: Choice, tokens: int, num_experts: int, top_k: int, rows: int) -> None:
     """Every pair is in one tile of its expert, the rest of the tile says so, and tiles left over are marked."""
@@ -137,7 +137,8 @@ def expected_sum(
         (8, 4, 3, 80, 40),
         (9, 4, 3, 80, 40),  # tiles of 16
         (12, 70, 2, 64, 32),  # more experts than pairs
-        (40, 2, 1, 96, 72),  # tiles of 64, or of 16 in float32
+        (40, 2, 1, 96, 72),  # tiles of 32, or of 16 in float32
+        (50, 2, 2, 64, 66),  # tiles of 64
         (70, 2, 2, 64, 130),  # tiles of 128
     ],
 )
