@@ -183,8 +183,8 @@ class _Tile(NamedTuple):
 
 
 def _tile(tokens: int, pairs: int, num_experts: int, dtype: torch.dtype, gated: bool) -> _Tile:
-    """The best of a sweep over Qwen3-30B-A3B's products on an H200, of those with at most 96 KiB of shared memory, which
-    every GPU from Ampere on has."""
+    """The best of a sweep over Qwen3-30B-A3B on an H200, of those with at most 96 KiB of shared memory, which every GPU
+    from Ampere on has."""
     if dtype == torch.float32:
         return _Tile(16, 32, 32, 2, 4)
     if tokens == 1:
