@@ -4,7 +4,8 @@ step. Waiting for a step is waiting for its copy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,20 @@ from engine_core.kernels.triton_draw import MASKED
 from engine_core.kernels.triton_logprobs import AHEAD, IDS, LOGITS, OWN, SUM, TOP
 from engine_core.logprobs import LOWEST
 from engine_core.plan import ScheduledRow, StepTokens
+from engine_core.request import Request
 from ipc.messages import TokenLogprobs
 
 TIMES = 4  # int32 cells of a step's two times
 TURNS = 4  # results that may be on their way to the host at once; more than the engine ever has in flight
 NOT_FINITE = "the model's logits hold NaN or infinity"
 ALL_MASKED = "no token is allowed: every one of them is masked"
+
+
+class Scored(NamedTuple):
+    """A request's prompt tokens with their log-probabilities."""
+
+    request: Request
+    records: torch.Tensor  # int32 [tokens, cells]
 
 
 @dataclass(slots=True)
@@ -31,9 +40,9 @@ class CudaStep:
     done: torch.cuda.Event
     times: NDArray[np.int64]  # pinned [2]: when it began and ended, in ns of the device's clock, if it was told to say
     tokens: torch.Tensor  # pinned int32 [sampling rows]
-    result: StepTokens  # what the host knows already: prompt log-probabilities
     logprobs: dict[int, int]  # index of a row that wants log-probabilities -> how many alternatives
     records: torch.Tensor | None  # pinned, if there are such rows
+    scored: Sequence[tuple[Scored, torch.Tensor]] = ()  # as the device has it, which must not be freed yet, and pinned
     # Called once it is complete with whether it was waited for and `times`: when that was in the host's time, if known.
     seen: Callable[[bool, int, int], tuple[int, int] | None] = lambda *_: None
 
@@ -41,7 +50,7 @@ class CudaStep:
         waited = not self.done.query()
         self.done.synchronize()
         begin, end = self.times.tolist()
-        result = replace(self.result, span=self.seen(waited, begin, end))
+        result = StepTokens([], span=self.seen(waited, begin, end))
         ids: list[int] = self.tokens.tolist()
         for index, token in enumerate(ids):
             if token < 0:
@@ -53,6 +62,9 @@ class CudaStep:
             for index, count in self.logprobs.items():
                 if index not in result.failed:
                     result.logprobs[index] = read_record(records[index], count)
+        for (request, _), host in self.scored:
+            top = request.sampling.prompt_logprobs or 0
+            result.prompt_logprobs[request.request_id] = [read_record(record, top) for record in host.numpy()]
         return result
 
 
@@ -87,10 +99,10 @@ class ResultRing:
         self,
         turn: int,
         sampling: Sequence[ScheduledRow],
-        result: StepTokens,
         ended: torch.cuda.Event,
         with_logprobs: bool,
         with_times: bool,
+        scored: Sequence[Scored],
     ) -> CudaStep:
         """Start the copy of what a step has sampled, once it has `ended`, beside whatever comes after it."""
         count, done = len(sampling), ended
@@ -99,7 +111,8 @@ class ResultRing:
             asked = ((index, row.request.sampling.logprobs) for index, row in enumerate(sampling))
             wanted = {index: number for index, number in asked if number is not None}
         cells, records = self._host_cells[turn, : TIMES + count], None
-        if count or with_times:
+        prompts = [(found, _pinned_like(found.records)) for found in scored]
+        if count or with_times or scored:
             assert self._copies is not None
             self._copies.wait_event(ended)
             with torch.cuda.stream(self._copies):
@@ -109,9 +122,11 @@ class ResultRing:
                     assert self._host_logprobs is not None
                     records = self._host_logprobs[turn, :count]
                     records.copy_(self.logprobs[turn, :count], non_blocking=True)
+                for found, host in prompts:
+                    host.copy_(found.records, non_blocking=True)
                 done = self._copied[turn]
                 done.record(self._copies)
-        return CudaStep(done, self._host_times[turn], cells[TIMES:], result, wanted, records)
+        return CudaStep(done, self._host_times[turn], cells[TIMES:], wanted, records, prompts)
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +140,8 @@ def read_record(record: NDArray[np.int32], count: int) -> TokenLogprobs:
     ids = record[IDS.value : IDS.value + count]
     ids = ids[ids >= 0]
     logits = np.append(cells[LOGITS.value : LOGITS.value + len(ids)], cells[OWN.value]).astype(np.float64)
-    values = np.clip(logits - float(cells[TOP.value]) - np.log(float(cells[SUM.value])), LOWEST, 0.0)
+    values = logits - float(cells[TOP.value]) - np.log(float(cells[SUM.value]))
+    values = np.clip(np.nan_to_num(values, nan=LOWEST), LOWEST, 0.0)  # NaN: of a prompt's row with no finite logits
     return TokenLogprobs(
         logprob=float(values[-1]),
         rank=1 + int(record[AHEAD.value :].sum()),

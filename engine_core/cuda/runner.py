@@ -21,8 +21,9 @@ from engine_core.cuda.forward import FusedModel
 from engine_core.cuda.graphs import DecodeGraphs, DecodeInputs, GraphCache
 from engine_core.cuda.mixed import MixedHost, MixedInputs, MixedLayout, mixed_inputs
 from engine_core.cuda.mixed_graphs import MAX_UNSPLIT_CONTEXT, MixedGraphs, MixedSize
+from engine_core.cuda.prompt_logprobs import prompt_records
 from engine_core.cuda.prompts import FlashPrompts, try_flash
-from engine_core.cuda.results import TURNS, CudaStep
+from engine_core.cuda.results import TURNS, CudaStep, Scored
 from engine_core.cuda.sampling import DeviceSampler, Needs
 from engine_core.cuda.spans import DeviceSpans
 from engine_core.cuda.state import SlotState, Staging
@@ -34,10 +35,9 @@ from engine_core.layers.embedding import DenseEmbedding
 from engine_core.limits import max_batched_tokens
 from engine_core.memory import SMALLER_STEPS, out_of_memory
 from engine_core.models.llama import LlamaForCausalLM
-from engine_core.plan import ScheduledRow, StepPlan, StepTokens
-from engine_core.prompt_logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine_core.plan import ScheduledRow, StepPlan
+from engine_core.prompt_logprobs import wants_prompt_logprobs
 from engine_core.request import Request
-from engine_core.sampler import Sampler
 from engine_core.warmup import EVERYTHING
 from ipc.config import EngineConfig
 from ipc.recorder.ring import Recorder
@@ -49,8 +49,7 @@ PREPARED_CONTEXT = 4096  # decode graphs of longer contexts are captured when ne
 
 
 class CudaRunner:
-    """Runs one model on one GPU. `launch` never waits for a step on its way, unless a row asks for prompt
-    log-probabilities."""
+    """Runs one model on one GPU. `launch` never waits for a step on its way."""
 
     def __init__(
         self,
@@ -77,7 +76,6 @@ class CudaRunner:
         self.sampling = DeviceSampler(model.config.vocab_size, seqs, max(seqs, self.mixed_graphs.max_rows), device)
         self.state = SlotState(seqs, -(-max_model_len // spec.block_size), device, self.sampling.enter)
         self.staging = Staging(6 * max_tokens + 8 * seqs + 8192, device)
-        self.sampler = Sampler(model.config.vocab_size, seqs, device)  # for log-probabilities of prompts
         self._package, self._package_required = flash, config.attention == "flash_attn"
         self.flash: FlashPrompts | None = None  # until the package is tried out
         self._ended = [torch.cuda.Event() for _ in range(TURNS)]  # steps, by turn
@@ -126,15 +124,15 @@ class CudaRunner:
     def _launch(self, plan: StepPlan) -> CudaStep:
         turn = self.sampling.results.next_turn()
         sampling = [row for row in plan.rows if row.samples]
-        result = StepTokens([])
+        scored: list[Scored] = []
         self._spans.launch(turn)
         if plan.num_decodes == len(plan.rows):  # not for a chunk of one token: its id is not the last sampled one
             needs = self._launch_decode(plan.rows, turn)
         else:
-            needs = self._launch_mixed(plan, sampling, turn, result)
+            needs = self._launch_mixed(plan, sampling, turn, scored)
         ended = self._ended[turn]
         ended.record()
-        step = self.sampling.results.fetch(turn, sampling, result, ended, needs is Needs.FULL, self._spans.keeps)
+        step = self.sampling.results.fetch(turn, sampling, ended, needs is Needs.FULL, self._spans.keeps, scored)
         step.seen = partial(self._spans.read, turn, step=plan.step, num_tokens=plan.num_tokens, num_rows=len(plan.rows))
         return step
 
@@ -200,7 +198,7 @@ class CudaRunner:
 
     # --- a step with prompt tokens in it ----------------------------------------------------------------
 
-    def _launch_mixed(self, plan: StepPlan, sampling: Sequence[ScheduledRow], turn: int, result: StepTokens) -> Needs:
+    def _launch_mixed(self, plan: StepPlan, sampling: Sequence[ScheduledRow], turn: int, scored: list[Scored]) -> Needs:
         spec = self.spec
         # decode rows first, so that each kind of attention has one run of tokens, and the longest of them first
         rows = sorted(plan.rows, key=lambda row: (row.count > 1, -row.stop))
@@ -225,9 +223,8 @@ class CudaRunner:
         starts = dict(zip((row.request.request_id for row in rows), host.query_starts, strict=False))
         for row in rows:
             if wants_prompt_logprobs(row):
-                start = starts[row.request.request_id]
-                values = prompt_logprobs(row, hidden[start : start + row.count], self.model.logits, self.sampler)
-                result.prompt_logprobs[row.request.request_id] = values
+                records = prompt_records(row, hidden[starts[row.request.request_id] :], self.model.logits)
+                scored.append(Scored(row.request, records))
         if sampling:
             logits = self.model.logits(hidden.index_select(0, device.logits_rows))
             self.sampling.draw(logits, device.logits_slots, device.logits_lengths, device.turn, needs)

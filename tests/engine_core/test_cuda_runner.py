@@ -9,21 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine_core.cuda import mixed_graphs
+from engine_core.cuda import mixed_graphs, prompt_logprobs
 from engine_core.cuda import runner as cuda_runner
 from engine_core.cuda.results import TURNS
 from engine_core.cuda.runner import CudaRunner
+from engine_core.kernels import triton_slots
 from engine_core.layers.linear import DenseLinear
 from engine_core.loader import checkpoint
 from engine_core.loader.checkpoint import ModelBuilder
 from engine_core.loader.select import open_checkpoint
 from engine_core.loader.weights import dense
+from engine_core.logprobs import token_logprobs
 from engine_core.models.registry import model_class
-from engine_core.plan import ScheduledRow, StepPlan
+from engine_core.plan import ScheduledRow, StepPlan, StepTokens
 from engine_core.request import Request
 from engine_core.runner import _attention_spec
 from ipc.config import EngineConfig
@@ -94,7 +97,7 @@ class Steps:
 
         self.runner.sampling.draw = keep  # type: ignore[assignment, method-assign]
 
-    def run(self, rows: Sequence[tuple[Request, int, int]]) -> None:
+    def run(self, rows: Sequence[tuple[Request, int, int]]) -> StepTokens:
         """One step of (request, start, stop); each that reaches its end samples, and its logits are checked."""
         scheduled = tuple(
             ScheduledRow(request, start, stop - start, stop >= request.num_tokens) for request, start, stop in rows
@@ -109,6 +112,7 @@ class Steps:
             assert float((logits - expected).abs().max()) < 1e-4
             assert token == int(expected.argmax())
             row.request.output_ids.append(token)
+        return tokens
 
 
 @pytest.fixture(params=["padded", "decode rows as prompts", "as it is"])
@@ -146,3 +150,37 @@ def test_prompts_beside_decode_rows(steps: tuple[Steps, list[int]]) -> None:
     made.run([(a, 21, 22), (c, 6, 7), (b, 17, 37), (d, 0, 3)])
     made.run([(d, 3, 4), (e, 0, 30), (c, 7, 8), (a, 22, 23), (b, 37, 38)])
     assert made.sizes == sizes
+
+
+@torch.inference_mode()
+def test_prompt_logprobs_without_a_wait(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in two chunks, beside one that asks for none; more positions than are scored at a time."""
+    monkeypatch.setattr(triton_slots, "PARTS", 2)
+    monkeypatch.setattr(prompt_logprobs, "ROWS", 5)
+    made = Steps(tmp_path)
+    rng = random.Random(4)
+    asked, other = (
+        Request(
+            slot,
+            [rng.randrange(300) for _ in range(length)],
+            SamplingParams(temperature=0.0, prompt_logprobs=wanted),
+            block_ids=[1 + slot],
+            slot=slot,
+        )
+        for slot, (length, wanted) in enumerate(((12, 3), (4, None)))
+    )
+    found = []
+    for start, stop in ((0, 7), (7, 12)):
+        tokens = made.run([(asked, start, stop), *([(other, 0, 4)] if start else [])])
+        assert list(tokens.prompt_logprobs) == [asked.request_id]
+        found += tokens.prompt_logprobs[asked.request_id]
+    ids = asked.prompt_ids.tolist()
+    logits = made.reference(torch.tensor([ids])).logits[0].numpy()
+    assert len(found) == len(ids) - 1
+    for value, row, token in zip(found, logits, ids[1:], strict=False):
+        expected = token_logprobs(row, token, 3)
+        assert (value.rank, value.top_ids) == (expected.rank, expected.top_ids)
+        assert value.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert np.frombuffer(value.top_logprobs, "<f4") == pytest.approx(
+            np.frombuffer(expected.top_logprobs, "<f4"), abs=1e-4
+        )

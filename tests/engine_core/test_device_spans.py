@@ -12,7 +12,6 @@ import torch
 
 from engine_core.cuda.results import CudaStep
 from engine_core.cuda.spans import WINDOW, DeviceSpans
-from engine_core.plan import StepTokens
 from engine_core.usage import Host, Usage
 from ipc.recorder.reader import Record, read_ring
 from ipc.recorder.ring import Recorder, RingRecorder
@@ -158,6 +157,6 @@ def test_a_step_tells_when_it_ran() -> None:
         return 5, 9
 
     times, ids = np.array([3, 7]), torch.tensor([7], dtype=torch.int32)
-    step = CudaStep(_Done(), times, ids, StepTokens([]), {}, None, read)  # type: ignore[arg-type]
+    step = CudaStep(_Done(), times, ids, {}, None, (), read)  # type: ignore[arg-type]
     tokens = step.wait()
     assert (tokens.span, tokens.token_ids, seen) == ((5, 9), [7], [(False, 3, 7)])

@@ -60,6 +60,7 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: list[TokenLogprobs | None] = field(default_factory=list)  # log-probabilities, if they were asked for
     finished: Finished | None = None
 
 
@@ -87,6 +88,8 @@ def collect(engine: Engine, answers: dict[int, Answer]) -> None:
         answers[request_id].tokens.append(token)
     for entry in output.logprobs:
         answers[owners[entry.row]].logprobs.append(entry.value)
+    for prompt in output.prompt_logprobs:
+        answers[prompt.request_id].prompt = prompt.values
     for finished in output.finished:
         assert finished.error is None, finished
         answers[finished.request_id].finished = finished

@@ -128,9 +128,13 @@ def test_edits_and_logprobs_as_the_hosts_sampler_has_them(model: Path, prompts: 
     jobs = [(ids, greedy[index % len(greedy)]) for index, ids in enumerate(prompts)]
     on_gpu, on_cpu = (generate(engine(model, device=device), jobs) for device in ("cuda", "cpu"))
     assert tokens(on_gpu) == tokens(on_cpu)
-    for (_, sampling), one, other in zip(jobs, on_gpu, on_cpu, strict=True):
+    for (ids, sampling), one, other in zip(jobs, on_gpu, on_cpu, strict=True):
         assert len(one.logprobs) == (len(one.tokens) if sampling.logprobs is not None else 0)
-        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+        assert len(one.prompt) == (len(ids) if sampling.prompt_logprobs is not None else 0)
+        for a, b in zip([*one.logprobs, *one.prompt], [*other.logprobs, *other.prompt], strict=True):
+            if a is None or b is None:  # the first token of a prompt
+                assert a is b
+                continue
             assert (a.rank, a.top_ids) == (b.rank, b.top_ids)
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
 
