@@ -2,9 +2,11 @@
 
 The first and the last kernel of a step write down the device's clock (`triton_step`), and the two times come to the
 host with the step's tokens. What the device's clock lacks to the host's is not known, but lies between two bounds: no
-step begins before its launch, none ends after its tokens were seen. The tightest bounds count, which leaves an error of
-how late the host saw a step (some ten microseconds), the same for neighbouring steps: durations and gaps are the
-device's own. Timed CUDA events would tell the same, but two of them cost the GPU some 7 us a step.
+step begins before its launch, none ends after its tokens were seen. Once the host has waited for a step, the second one
+is tight, and the tightest of late counts, which leaves an error of how late the host saw a step (some ten
+microseconds), the same for neighbouring steps: durations and gaps are the device's own. A host that never has to wait
+knows launches alone, some hundred microseconds before a step begins. Timed CUDA events would tell the same, but two of
+them cost the GPU some 7 us a step.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from collections.abc import Callable
 from ipc.recorder.events import GPU
 from ipc.recorder.ring import Recorder
 
-WINDOW = 256  # steps after which bounds are forgotten, since the two clocks drift apart
-REST_NS = 1_000_000_000  # without a step, after which they are forgotten, too
+WINDOW_NS = 250_000_000  # after which a bound is forgotten: the two clocks drift apart by up to some 10 us meanwhile
+REST_NS = 1_000_000_000  # without a step, after which all is forgotten
 
 
 class DeviceSpans:
@@ -27,7 +29,8 @@ class DeviceSpans:
         self.keeps = recorder.keeps
         self._launched = [0] * turns
         self._behind: int | None = None  # what the device's clock lacks to the host's
-        self._bounds: list[int] = []  # upper ones of this window, of steps that the host waited for
+        self._bound: int | None = None  # the tightest upper one of this window, once the host has waited for a step
+        self._window_ns = 0  # when this window began
         self._last_ns = 0  # the end of the latest step that was read
 
     def launch(self, turn: int) -> None:
@@ -47,15 +50,15 @@ class DeviceSpans:
         now, launched = self._clock(), self._launched[turn]
         least, most = launched - begin, now - end
         if self._behind is None or launched - self._last_ns > REST_NS:
-            self._behind = most if waited else least
-            self._bounds.clear()
+            self._behind, self._bound = least, None
+        if waited and self._bound is None:
+            self._behind, self._bound, self._window_ns = most, most, now
+        elif waited and self._bound is not None:
+            self._bound = min(self._bound, most)
+            if now - self._window_ns > WINDOW_NS:
+                self._behind, self._bound, self._window_ns = self._bound, most, now
         self._behind = min(max(self._behind, least), most)
         began, ended = begin + self._behind, end + self._behind
         self._recorder.span(GPU, began, ended, step, num_tokens, num_rows)
         self._last_ns = ended
-        if waited:
-            self._bounds.append(most)
-            if len(self._bounds) == WINDOW:
-                self._behind = min(self._bounds)
-                self._bounds.clear()
         return began, ended
