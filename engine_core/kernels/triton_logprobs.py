@@ -34,7 +34,7 @@ def _put(cell, value):
     tl.store(cell, value.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["V", "G"], do_not_specialize_on_alignment=["groups"])
+@triton.jit(do_not_specialize=["stride", "V", "G"], do_not_specialize_on_alignment=["groups"])
 def _best(
     logits,
     slots,
@@ -85,7 +85,7 @@ def _best(
                 previous_token = token
 
 
-@triton.jit(do_not_specialize=["V", "G", "per"], do_not_specialize_on_alignment=["groups"])
+@triton.jit(do_not_specialize=["token_stride", "stride", "V", "G", "per"], do_not_specialize_on_alignment=["groups"])
 def _rank(
     logits,
     slots,

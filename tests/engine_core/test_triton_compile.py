@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # A driver that knows the GPU's name and nothing else: what is launched would raise.
-SCRIPT = """
+DRIVER = """
 import threading
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -19,8 +19,11 @@ class Driver:
     def get_current_stream(self, device): return 0
 
 triton.runtime.driver.set_active(Driver())
-from engine_core.kernels import triton_draw
 from engine_core.kernels.triton_compile import compile_only
+"""
+
+LAUNCHES = """
+from engine_core.kernels import triton_draw
 
 def draw(logits, ring):
     slots = torch.arange(4, dtype=torch.int32)
@@ -54,10 +57,41 @@ assert errors, "launches are still swallowed"
 """
 
 
-def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
+# Prompts of any length, against what `Needs.FULL` has compiled: a ring of some turns, rows and cells.
+PROMPTS = """
+import numpy as np
+from engine_core.cuda.prompt_logprobs import prompt_records
+from engine_core.kernels import triton_logprobs, triton_survey
+from engine_core.plan import ScheduledRow
+from engine_core.request import Request
+from ipc.sampling import SamplingParams
+
+with compile_only(lambda share: None):
+    logits, slots, settings = torch.zeros(8, 1000), torch.zeros(8, dtype=torch.int32), torch.zeros(9, 16).int()
+    found = triton_survey.survey(logits, logits, slots, settings, logprobs=True)
+    ring, tokens = torch.zeros(4, 8, triton_logprobs.record_width()).int(), torch.zeros(4, 12).int()[:, 4:]
+    triton_logprobs.best(logits, slots, settings, found, ring, slots[:1])
+    triton_logprobs.rank(logits, slots, settings, found, tokens, ring, slots[:1])
+    for length in (1, 2, 3, 4, 8, 16, 17, 32, 257, 270, 512):
+        request = Request(1, [5] * (length + 1), SamplingParams(prompt_logprobs=2))
+        row = ScheduledRow(request, 0, length + 1, True)
+        prompt_records(row, torch.zeros(length + 1, 8), lambda hidden: torch.zeros(len(hidden), 1000))
+for kernel in (triton_survey._survey, triton_logprobs._best, triton_logprobs._rank):
+    assert len(kernel.device_caches[0][0]) == 1, (kernel, list(kernel.device_caches[0][0]))
+"""
+
+
+def run(script: str, cache: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False, timeout=300
-    )
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", DRIVER + script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
+    run(LAUNCHES, tmp_path)
+
+
+def test_no_prompt_compiles_a_kernel_of_its_own(tmp_path: Path) -> None:
+    run(PROMPTS, tmp_path)
