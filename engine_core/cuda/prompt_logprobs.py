@@ -19,7 +19,7 @@ def prompt_records(
     row: ScheduledRow, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """int32 [positions, cells], on its way: of the row's positions that are followed by a prompt token, in the form
-    that `results.read_record` reads. `hidden` begins at the row's first token."""
+    that `results.read_records` reads. `hidden` begins at the row's first token."""
     request, device = row.request, hidden.device
     next_ids = request.prompt_ids[row.start + 1 : row.stop + 1]
     settings = np.zeros(CELLS, np.int32)  # of a slot that asks for this and nothing else

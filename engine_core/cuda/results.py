@@ -58,13 +58,12 @@ class CudaStep:
                 result.failed[index] = ALL_MASKED if token == MASKED else NOT_FINITE
         result.token_ids.extend(ids)
         if self.records is not None:
-            records = self.records.numpy()
-            for index, count in self.logprobs.items():
-                if index not in result.failed:
-                    result.logprobs[index] = read_record(records[index], count)
+            counts = {index: count for index, count in self.logprobs.items() if index not in result.failed}
+            values = read_records(self.records.numpy()[list(counts)], list(counts.values()))
+            result.logprobs.update(zip(counts, values, strict=True))
         for (request, _), host in self.scored:
-            top = request.sampling.prompt_logprobs or 0
-            result.prompt_logprobs[request.request_id] = [read_record(record, top) for record in host.numpy()]
+            asked = [request.sampling.prompt_logprobs or 0] * len(host)
+            result.prompt_logprobs[request.request_id] = read_records(host.numpy(), asked)
         return result
 
 
@@ -134,17 +133,20 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return host.pin_memory() if tensor.device.type == "cuda" else host
 
 
-def read_record(record: NDArray[np.int32], count: int) -> TokenLogprobs:
-    """The values of one row, from the cells that the kernels of `triton_logprobs` have filled."""
-    cells = record.view(np.float32)
-    ids = record[IDS.value : IDS.value + count]
-    ids = ids[ids >= 0]
-    logits = np.append(cells[LOGITS.value : LOGITS.value + len(ids)], cells[OWN.value]).astype(np.float64)
-    values = logits - float(cells[TOP.value]) - np.log(float(cells[SUM.value]))
-    values = np.clip(np.nan_to_num(values, nan=LOWEST), LOWEST, 0.0)  # NaN: of a prompt's row with no finite logits
-    return TokenLogprobs(
-        logprob=float(values[-1]),
-        rank=1 + int(record[AHEAD.value :].sum()),
-        top_ids=ids.astype("<i4").tobytes(),
-        top_logprobs=values[:-1].astype("<f4").tobytes(),
-    )
+def read_records(records: NDArray[np.int32], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """The values of some rows [rows, cells], each with up to so many alternatives, from the cells that the kernels of
+    `triton_logprobs` have filled. All at once, since a prompt has thousands."""
+    cells, most = records.view(np.float32), max(counts, default=0)
+    ids = records[:, IDS.value : IDS.value + most].astype("<i4")
+    found = ((ids >= 0) & (np.arange(most) < np.array(counts, int)[:, None])).sum(1)
+    logits = np.hstack((cells[:, LOGITS.value : LOGITS.value + most], cells[:, [OWN.value]])).astype(np.float64)
+    top, total = cells[:, [TOP.value]].astype(np.float64), cells[:, [SUM.value]].astype(np.float64)
+    values = np.nan_to_num(logits - top - np.log(total), nan=LOWEST)  # NaN: of a prompt's row with no finite logits
+    values = np.clip(values, LOWEST, 0.0)
+    top_values, ranks = values[:, :-1].astype("<f4"), 1 + records[:, AHEAD.value :].sum(1)
+    return [
+        TokenLogprobs(logprob, rank, ids[row, :count].tobytes(), top_values[row, :count].tobytes())
+        for row, (logprob, rank, count) in enumerate(
+            zip(values[:, -1].tolist(), ranks.tolist(), found.tolist(), strict=True)
+        )
+    ]

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_core.cuda.results import read_record
+from engine_core.cuda.results import read_records
 from engine_core.cuda.sampling import DeviceSampler, Needs
 from engine_core.kernels import triton_cut, triton_draw, triton_edits, triton_logprobs, triton_slots, triton_survey
 from engine_core.penalties import LogitEdits
@@ -81,9 +81,9 @@ class Rig:
         assert results.tokens[0].tolist() == [-7] * results.tokens.shape[1]
         return tokens
 
-    def logprobs(self, index: int, count: int) -> TokenLogprobs:
+    def logprobs(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         assert self.sampler.results.logprobs is not None
-        return read_record(self.sampler.results.logprobs[2, index].cpu().numpy(), count)
+        return read_records(self.sampler.results.logprobs[2, : len(counts)].cpu().numpy(), counts)
 
 
 def kept(logits: torch.Tensor, settings: Sequence[dict[str, object]]) -> list[list[int]]:
@@ -417,9 +417,8 @@ def test_logprobs_are_of_the_raw_distribution(vocab: int) -> None:
     tokens = rig.draw(logits, [make_request(slot, **sampling) for slot, sampling in enumerate(settings)])
     assert tokens[1] == 77
     expected = torch.log_softmax(logits.double(), -1)
-    for index, (token, sampling) in enumerate(zip(tokens, settings, strict=True)):
-        count = int(str(sampling["logprobs"]))
-        value = rig.logprobs(index, count)
+    counts = [int(str(sampling["logprobs"])) for sampling in settings]
+    for index, (token, count, value) in enumerate(zip(tokens, counts, rig.logprobs(counts), strict=True)):
         assert value.logprob == pytest.approx(float(expected[index, token]), abs=1e-5)
         order = torch.sort(logits[index], descending=True, stable=True).indices.tolist()
         assert value.rank == 1 + order.index(token)
