@@ -1,4 +1,5 @@
-"""Log-probabilities of prompt tokens, from the hidden states of a step. The same on every device."""
+"""Log-probabilities of prompt tokens, from the hidden states of a step: the host's way. A GPU's own kernels have
+`cuda/prompt_logprobs.py`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine_core.kernels.triton_device import chained
+from engine_core.kernels.triton_device import chained, shared_memory
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -142,6 +142,12 @@ def _shape(rows: int, n: int, k: int, gated: bool) -> _Shape | None:
     return None
 
 
+def _stages(shape: _Shape, tile: int, gated: bool, pdl: bool, room: int) -> int:
+    """Those of the sweep, or fewer, as `room` bytes of shared memory can hold. `tile`: rows of x per program."""
+    held = room // (2 * shape.columns * (shape.rows * (1 + gated) + tile))
+    return min(shape.stages, max(1, held if pdl else held + 1))  # before Hopper a tile is in registers when multiplied
+
+
 def suits(rows: int, weight: torch.Tensor, gated: bool = False) -> bool:
     """Whether this kernel is the faster one, against cuBLAS."""
     n, k = weight.shape
@@ -200,7 +206,7 @@ def gemm(
         shape.columns,
         splits,
         min(shape.preload, per_program),
-        shape.stages,
+        _stages(shape, tile, gated, pdl, shared_memory(x.device)),
         bias is not None,
         residual is not None,
         gated,

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # A driver that knows the GPU's name and nothing else: what is launched would raise.
 DRIVER = """
-import threading
+import sys, threading
 import torch, triton
 from triton.backends.compiler import GPUTarget
 
 class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_target(self): return GPUTarget("cuda", int(sys.argv[1]), 32)
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
 
@@ -81,10 +83,29 @@ for kernel in (triton_survey._survey, triton_logprobs._best, triton_logprobs._ra
 """
 
 
-def run(script: str, cache: Path) -> None:
+# The products that ask for most.
+PRODUCTS = """
+from engine_core.kernels import triton_gemm
+
+capability, room = int(sys.argv[1]), int(sys.argv[2])
+triton_gemm.chained, triton_gemm.shared_memory = lambda _: capability >= 90, lambda _: room
+with compile_only(lambda share: None):
+    for rows, n, k, gated in (
+        *((8, 1024, 3072, False), (32, 4096, 4096, False), (64, 3072, 1024, True)),
+        *((64, 32768, 4096, False), (256, 3072, 1024, True)),
+    ):
+        weight = torch.empty(n * (1 + gated), k, dtype=torch.bfloat16)
+        assert triton_gemm.suits(rows, weight, gated)
+        triton_gemm.gemm(torch.empty(rows, k, dtype=torch.bfloat16), weight, gated=gated)
+taken = [kernel.metadata.shared for kernel in triton_gemm._skinny.device_caches[0][0].values()]
+assert len(taken) == 5 and max(taken) <= room, taken
+"""
+
+
+def run(script: str, cache: Path, *args: int) -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", DRIVER + script]
+    command = [sys.executable, "-c", DRIVER + script, *map(str, args or (90,))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -95,3 +116,8 @@ def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
 
 def test_no_prompt_compiles_a_kernel_of_its_own(tmp_path: Path) -> None:
     run(PROMPTS, tmp_path)
+
+
+@pytest.mark.parametrize(("capability", "kibibytes"), [(86, 99), (90, 227)])
+def test_products_fit_into_each_gpus_shared_memory(tmp_path: Path, capability: int, kibibytes: int) -> None:
+    run(PRODUCTS, tmp_path, capability, kibibytes << 10)
