@@ -82,8 +82,8 @@ def _quantize(e: Emit, halves: list[Any], out: Any, offset: Any) -> None:
     b = e.b
     sign = ir.Constant(_VI32, [0x7FFFFFFF] * LANES)
     # As integers, since a NaN is the largest of those; it would get lost among floats.
-    bits = [b.and_(b.bitcast(half, _VI32), sign) for half in halves]
-    larger = b.select(b.icmp_signed(">", bits[0], bits[1]), bits[0], bits[1])
+    sizes = [b.and_(b.bitcast(half, _VI32), sign) for half in halves]
+    larger = b.select(b.icmp_signed(">", sizes[0], sizes[1]), sizes[0], sizes[1])
     largest = b.bitcast(_reduce(e, "umax", larger), _F32)
     inverse = b.fdiv(ir.Constant(_F32, 127.0), largest)
     inverse = b.select(b.fcmp_ordered(">", largest, ir.Constant(_F32, _SMALLEST)), inverse, ir.Constant(_F32, 0.0))
@@ -91,11 +91,10 @@ def _quantize(e: Emit, halves: list[Any], out: Any, offset: Any) -> None:
     for half, value in enumerate(halves):
         # The sum's lowest bits are the nearest integer, halves to even.
         rounded = b.fadd(b.fmul(value, e.broadcast(inverse, LANES)), ir.Constant(_VF32, [MAGIC] * LANES))
-        integers = b.sub(b.bitcast(rounded, _VI32), ir.Constant(_VI32, [MAGIC_BITS] * LANES))
-        small = b.trunc(integers, ir.VectorType(_I8, LANES))
-        total = b.add(total, b.sext(small, _VI32))
-        e.put(small, out, half * LANES)
-    integer_sum = _reduce(e, "add", total)
+        bits = b.bitcast(rounded, _VI32)
+        e.put(b.trunc(bits, ir.VectorType(_I8, LANES)), out, half * LANES)
+        total = b.add(total, bits)
+    integer_sum = b.sub(_reduce(e, "add", total), ir.Constant(_I32, BLOCK * MAGIC_BITS % 2**32))  # modulo 2^32
     scale = b.fmul(largest, ir.Constant(_F32, 1 / 127))
     e.put(scale, out, SCALE)
     e.put(b.fmul(scale, b.sitofp(integer_sum, _F32)), out, SCALED_SUM)

@@ -22,43 +22,41 @@ LANES = 16  # floats in a vector
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _ZERO = ir.Constant(_VF32, [0.0] * LANES)
-# exp(r) - 1 - r over r^2 for |r| <= ln(2) / 2, by Chebyshev interpolation in double precision; relative error of exp
-# under 1e-7, half a unit in the last place of a float.
+# exp(r) for |r| <= ln(2) / 2, by Chebyshev interpolation in double precision; relative error of exp under 1e-7, half a
+# unit in the last place of a float.
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
 _LOWEST, _HIGHEST = -87.0, 88.0
+_DEGREE = 6
+# Added to a small float, it leaves no bits behind the point, and in the lowest bits the exponent of 2 to that power.
+_MAGIC = 1.5 * 2**23 + 127
 
 
-def _coefficients(degree: int = 5) -> list[float]:
+def _coefficients() -> list[float]:
     half = math.log(2) / 2
-    nodes = half * np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * degree + 2))
-    values = [(math.expm1(r) - r) / r**2 if abs(r) > 1e-2 else 0.5 + r / 6 + r * r / 24 + r**3 / 120 for r in nodes]
-    return [float(c) for c in np.polynomial.polynomial.polyfit(nodes, values, degree)]
+    nodes = half * np.cos((2 * np.arange(_DEGREE + 1) + 1) * np.pi / (2 * _DEGREE + 2))
+    return [float(c) for c in np.polynomial.polynomial.polyfit(nodes, np.exp(nodes), _DEGREE)]
 
 
 def _constant(value: float) -> Any:
     return ir.Constant(_VF32, [value] * LANES)
 
 
-def _exp(e: Emit, x: Any) -> Any:
-    """exp of 16 floats; 0 below -87, where the result would be a denormal; NaN stays NaN."""
+def _exp(e: Emit, x: Any, sign: int = 1) -> Any:
+    """exp of `sign` * x, 16 floats between the bounds; those beyond count as these. NaN stays NaN."""
     b = e.b
-    clamped = b.select(b.fcmp_ordered(">", x, _constant(_LOWEST)), x, _constant(_LOWEST))
-    clamped = b.select(b.fcmp_ordered("<", clamped, _constant(_HIGHEST)), clamped, _constant(_HIGHEST))
-    scaled = b.fmul(clamped, _constant(1 / math.log(2)))
-    half = b.select(b.fcmp_ordered("<", scaled, _ZERO), _constant(-0.5), _constant(0.5))
-    power = b.fptosi(b.fadd(scaled, half), _VI32)
-    whole = b.sitofp(power, _VF32)
-    r = e.multiply_add(whole, _constant(-_LN2_HIGH), clamped)
-    r = e.multiply_add(whole, _constant(-_LN2_LOW), r)
-    coefficients = _coefficients()
-    poly = _constant(coefficients[-1])
+    low, high = sorted((sign * _LOWEST, sign * _HIGHEST))
+    x = b.select(b.fcmp_ordered(">", _constant(low), x), _constant(low), x)  # one instruction, and a NaN is the second
+    x = b.select(b.fcmp_ordered("<", _constant(high), x), _constant(high), x)
+    shifted = e.multiply_add(x, _constant(sign / math.log(2)), _constant(_MAGIC))
+    power = b.fsub(shifted, _constant(_MAGIC))
+    r = e.multiply_add(power, _constant(-sign * _LN2_HIGH), x)
+    r = e.multiply_add(power, _constant(-sign * _LN2_LOW), r)
+    coefficients = [coefficient * sign**i for i, coefficient in enumerate(_coefficients())]
+    value = _constant(coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
-        poly = e.multiply_add(poly, r, _constant(coefficient))
-    value = b.fadd(e.multiply_add(poly, b.fmul(r, r), r), _constant(1.0))
-    bits = b.shl(b.add(power, ir.Constant(_VI32, [127] * LANES)), ir.Constant(_VI32, [23] * LANES))
-    value = b.fmul(value, b.bitcast(bits, _VF32))
-    value = b.select(b.fcmp_ordered("<", x, _constant(_LOWEST)), _ZERO, value)
-    return b.select(b.fcmp_unordered("uno", x, x), x, value)
+        value = e.multiply_add(value, r, _constant(coefficient))
+    scale = b.shl(b.bitcast(shifted, _VI32), ir.Constant(_VI32, [23] * LANES))
+    return b.fmul(value, b.bitcast(scale, _VF32))
 
 
 def _across(e: Emit, vector: Any, combine: Any) -> Any:
@@ -95,7 +93,10 @@ def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exp_row(typing_context: Any, row: Any, vectors: Any, subtract: Any) -> Any:
-    """`exp_row(address, vectors, subtract)`: replaces x by exp(x - subtract) and returns the sum."""
+    """`exp_row(address, vectors, subtract)`: replaces x by exp(x - subtract) and returns the sum.
+
+    x - subtract is at most 0; below -87, where the result would be a denormal, it is 0.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors, subtract = values
@@ -104,7 +105,8 @@ def exp_row(typing_context: Any, row: Any, vectors: Any, subtract: Any) -> Any:
         total = cgutils.alloca_once_value(builder, _ZERO)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
-            value = _exp(e, builder.fsub(e.load(row, at, LANES), largest))
+            x = builder.fsub(e.load(row, at, LANES), largest)
+            value = builder.select(builder.fcmp_ordered("<", x, _constant(_LOWEST)), _ZERO, _exp(e, x))
             e.store(value, row, at)
             builder.store(builder.fadd(builder.load(total), value), total)
         return _across(e, builder.load(total), builder.fadd)
@@ -130,7 +132,7 @@ def square_sum(typing_context: Any, row: Any, vectors: Any) -> Any:
 
 def silu_product(e: Emit, gate: Any, up: Any) -> Any:
     """gate / (1 + exp(-gate)) * up, 16 floats each."""
-    sigmoid_inverse = e.b.fadd(_constant(1.0), _exp(e, e.b.fneg(gate)))
+    sigmoid_inverse = e.b.fadd(_constant(1.0), _exp(e, gate, -1))
     return e.b.fmul(e.b.fdiv(gate, sigmoid_inverse), up)
 
 
