@@ -27,7 +27,15 @@ from engine_core.kernels.cpu_source.compiler import (
 )
 from engine_core.kernels.cpu_source.pool import key_writer, value_writer
 from engine_core.kernels.cpu_source.scores import score_tile, value_tile
-from engine_core.kernels.cpu_source.vector import LANES, add_rows, exp_row, rotate_head, row_max, scale_row, square_sum
+from engine_core.kernels.cpu_source.vector import (
+    LANES,
+    add_rows,
+    exp_row,
+    rotate_head,
+    scale_row,
+    square_sum,
+    visible_max,
+)
 
 GROUPS = CONTEXT // GROUP
 PLACES = 2 * GROUPS * 8  # bytes
@@ -204,25 +212,16 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
                             r += 1
                 for r in range(rows):  # softmax so far
                     known = positions[first + r // shared] + 1 - start
-                    unseen = known - window
-                    s_at = scores_at + r * CONTEXT * 4
-                    scores = floats(s_at)
-                    for j in range(larger(known, 0), groups * GROUP):
-                        scores[j] = np.float32(-np.inf)
-                    for j in range(smaller(larger(unseen, 0), groups * GROUP)):
-                        scores[j] = np.float32(-np.inf)
-                    if known <= 0 or unseen >= CONTEXT:
-                        for j in range(groups * GROUP):
-                            scores[j] = np.float32(0)
-                        continue
-                    highest = larger(largest[r], row_max(s_at, groups))
-                    row_weight = exp_row(s_at, groups, highest)
+                    unseen, s_at = larger(known - window, 0), scores_at + r * CONTEXT * 4
+                    highest = larger(largest[r], visible_max(s_at, groups, unseen, known))
+                    row_weight = exp_row(s_at, groups, unseen, known, highest)
                     if highest > largest[r]:
-                        shrink = np.float32(np.exp(largest[r] - highest))
-                        weight[r] *= shrink
-                        total = floats(total_at + r * dim * 4)
-                        for d in range(dim):
-                            total[d] *= shrink
+                        if weight[r] != 0:
+                            shrink = np.float32(np.exp(largest[r] - highest))
+                            weight[r] *= shrink
+                            total = floats(total_at + r * dim * 4)
+                            for d in range(dim):
+                                total[d] *= shrink
                         largest[r] = highest
                     weight[r] += row_weight
                 for group in range(groups):  # total += scores @ values
@@ -268,9 +267,9 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
                 here, ahead = ahead, here
             for r in range(rows):
                 target = floats(out + ((first + r // shared) * heads + kv_head * shared + r % shared) * dim * 4)
-                total = floats(total_at + r * dim * 4)
+                total, share = floats(total_at + r * dim * 4), np.float32(1) / weight[r]
                 for d in range(dim):
-                    target[d] = total[d] / weight[r]
+                    target[d] = total[d] * share
             task = following
 
     return kernel

@@ -91,27 +91,61 @@ def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
     return types.float32(types.int64, types.int64), codegen
 
 
+def _visible(e: Emit, number: Any, begin: Any, end: Any) -> Any:
+    """Which of the 16 floats of vector `number` are from `begin` on and before `end`."""
+    b = e.b
+    ids = b.add(e.broadcast(b.trunc(b.mul(number, e.const(LANES)), _I32), LANES), ir.Constant(_VI32, [*range(LANES)]))
+    first, stop = (e.broadcast(b.trunc(bound, _I32), LANES) for bound in (begin, end))
+    return b.and_(b.icmp_signed(">=", ids, first), b.icmp_signed("<", ids, stop))
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def exp_row(typing_context: Any, row: Any, vectors: Any, subtract: Any) -> Any:
-    """`exp_row(address, vectors, subtract)`: replaces x by exp(x - subtract) and returns the sum.
+def visible_max(typing_context: Any, row: Any, vectors: Any, begin: Any, end: Any) -> Any:
+    """`visible_max(address, vectors, begin, end)`: the largest of the floats from `begin` to `end`, if 16 * vectors
+    reach so far; -inf if there are none. A NaN does not count."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        row, vectors, begin, end = values
+        e = Emit(builder)
+        lowest = _constant(-math.inf)
+        best = cgutils.alloca_once_value(builder, lowest)
+
+        def larger(x: Any, y: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
+            value = builder.select(_visible(e, loop.index, begin, end), value, lowest)
+            builder.store(larger(value, builder.load(best)), best)
+
+        return _across(e, builder.load(best), larger)
+
+    return types.float32(*[types.int64] * 4), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exp_row(typing_context: Any, row: Any, vectors: Any, begin: Any, end: Any, subtract: Any) -> Any:
+    """`exp_row(address, vectors, begin, end, subtract)`: replaces x by exp(x - subtract) from `begin` to `end`, by 0
+    elsewhere in 16 * vectors floats, and returns the sum.
 
     x - subtract is at most 0; below -87, where the result would be a denormal, it is 0.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        row, vectors, subtract = values
+        row, vectors, begin, end, subtract = values
         e = Emit(builder)
         largest = e.broadcast(subtract, LANES)
         total = cgutils.alloca_once_value(builder, _ZERO)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
             x = builder.fsub(e.load(row, at, LANES), largest)
-            value = builder.select(builder.fcmp_ordered("<", x, _constant(_LOWEST)), _ZERO, _exp(e, x))
+            counts = builder.fcmp_unordered(">=", x, _constant(_LOWEST))
+            value = builder.select(builder.and_(counts, _visible(e, loop.index, begin, end)), _exp(e, x), _ZERO)
             e.store(value, row, at)
             builder.store(builder.fadd(builder.load(total), value), total)
         return _across(e, builder.load(total), builder.fadd)
 
-    return types.float32(types.int64, types.int64, types.float32), codegen
+    return types.float32(*[types.int64] * 4, types.float32), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
