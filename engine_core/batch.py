@@ -48,18 +48,22 @@ def make_batch(
     `pending[slot]` is the last id sampled for that slot: it stands in for a token that is not committed yet.
     """
     rows = plan.rows
-    counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
-    starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
-    query_starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=query_starts[1:])
-    token_row = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(query_starts[-1], dtype=np.int64) + (starts - query_starts[:-1])[token_row]
+    counts = np.array([row.count for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int32)
+    if len(rows) == plan.num_tokens:  # one each, most often
+        query_starts = np.arange(len(rows) + 1, dtype=np.int32)
+        token_row, positions = query_starts[:-1], starts.astype(np.int64)
+    else:
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        token_row = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(query_starts[-1], dtype=np.int64) + (starts - query_starts[:-1])[token_row]
     context_lens = starts + counts
     tables = _block_tables(rows, block_size)
     slots = tables[token_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
+    samples = np.array([row.samples for row in rows], np.bool_)
     return ForwardBatch(
-        token_ids=torch.tensor(_token_ids(rows, pending), dtype=torch.int64, device=device),
+        token_ids=torch.from_numpy(np.array(_token_ids(rows, pending), np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
         slot_mapping=torch.from_numpy(slots).to(device),
         block_tables=torch.from_numpy(tables).to(device),
@@ -73,7 +77,7 @@ def make_batch(
 def _token_ids(rows: Sequence[ScheduledRow], pending: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
     ids: list[int] = []
     for row in rows:
-        known = row.request.known_ids(row.start, row.stop)
+        known = row.request.known_ids(row.start, row.start + row.count)
         ids += known
         if len(known) < row.count:
             ids.append(int(pending[row.request.slot]))
@@ -82,7 +86,7 @@ def _token_ids(rows: Sequence[ScheduledRow], pending: Sequence[int] | npt.NDArra
 
 def _block_tables(rows: Sequence[ScheduledRow], block_size: int) -> Int32Array:
     """[rows, widest], each row's blocks up to the one that holds its last token."""
-    widths = [-(-row.stop // block_size) for row in rows]
+    widths = [-(-(row.start + row.count) // block_size) for row in rows]
     tables = np.zeros((len(rows), max(widths, default=0)), np.int32)
     for i, (row, width) in enumerate(zip(rows, widths, strict=True)):
         tables[i, :width] = row.request.block_ids[:width]

@@ -107,12 +107,12 @@ class ModelRunner:
         tokens = StepTokens([])
         if sampling:
             requests = [row.request for row in sampling]
-            positions = [row.stop - row.request.num_prompt_tokens for row in sampling]
+            positions = [row.start + row.count - row.request.num_prompt_tokens for row in sampling]
             tokens = self.sampler.sample(logits, requests, positions, best)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
-        for row, start in zip(plan.rows, batch.query_starts.tolist(), strict=False):
+        for index, row in enumerate(plan.rows[plan.num_decodes :], plan.num_decodes):
             if wants_prompt_logprobs(row):
-                values = prompt_logprobs(row, hidden[start:], self.model.logits, self.sampler)
+                values = prompt_logprobs(row, hidden[batch.query_starts[index] :], self.model.logits, self.sampler)
                 tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
 

@@ -10,6 +10,7 @@ This is the host's sampler: the interface hands logits over and gets `StepTokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -59,9 +60,18 @@ class Sampler:
         rows = _host(logits)
         best = argmax(rows) if largest is None else largest.tolist()  # a NaN counts as the maximum
         step = StepTokens(token_ids=list(best))
-        for index, request in enumerate(requests):
-            row, position = rows[index], positions[index] if positions else len(request.output_ids)
-            if not row[best[index]] < np.inf:
+        values = rows[np.arange(len(rows)), best].tolist()
+        for index, (request, value) in enumerate(zip(requests, values, strict=True)):
+            sampling, position = request.sampling, positions[index] if positions else len(request.output_ids)
+            if (
+                sampling.greedy
+                and sampling.logprobs is None
+                and isfinite(value)
+                and not edits_logits(sampling, position)
+            ):
+                continue  # it has its token, as most of them
+            row = rows[index]
+            if not value < inf:
                 step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
                 continue
             token = self._sample_row(row, best[index], request, position)

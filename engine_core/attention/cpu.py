@@ -35,7 +35,6 @@ class CpuAttention:
         self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
         self._tasks = np.empty((0, 3), np.int64)
         self._task_args = (0, 0)
-        self._small = False
 
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
@@ -57,19 +56,20 @@ class CpuAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Cut the query tokens into tasks, those with the longest contexts first."""
-        step = max(1, QUERY_ROWS * self.spec.num_kv_heads // self.spec.num_heads)
-        borders = batch.query_starts.tolist()
-        tasks = [
-            (row, first, min(step, stop - first))
-            for row, (start, stop) in enumerate(itertools.pairwise(borders))
-            for first in range(start, stop, step)
-        ]
-        self._tasks = np.array(tasks, np.int64).reshape(-1, 3)
-        contexts = batch.positions.numpy()[self._tasks[:, 1]]
-        work = int((self._tasks[:, 2] * (contexts + 1)).sum())
-        self._tasks = np.ascontiguousarray(self._tasks[np.argsort(-contexts, kind="stable")])
-        self._task_args = (len(self._tasks), self._tasks.ctypes.data)
-        self._small = work * self.spec.num_heads * self.spec.head_dim <= SMALL
+        rows, positions = batch.num_rows, batch.positions.numpy()
+        if rows == len(positions):  # one each, most often
+            tasks = np.ones((rows, 3), np.int64)
+            tasks[:, 0] = tasks[:, 1] = np.argsort(-positions, kind="stable")
+        else:
+            step = max(1, QUERY_ROWS * self.spec.num_kv_heads // self.spec.num_heads)
+            pieces = [
+                (row, first, min(step, stop - first))
+                for row, (start, stop) in enumerate(itertools.pairwise(batch.query_starts.tolist()))
+                for first in range(start, stop, step)
+            ]
+            tasks = np.array(pieces, np.int64).reshape(-1, 3)
+            tasks = np.ascontiguousarray(tasks[np.argsort(-positions[tasks[:, 1]], kind="stable")])
+        self._tasks, self._task_args = tasks, (len(tasks), tasks.ctypes.data)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -82,7 +82,8 @@ class CpuAttention:
         shape = (s.num_kv_heads, s.head_dim, s.block_size)
         team.run(self._write_kernel, (*new, *self.pools[layer], *shape), tokens >= QUERY_ROWS)
         args = (*self.step_args(batch), *self.layer_args(layer, q.data_ptr(), q.stride(0), out.data_ptr()))
-        team.run(self.attend_kernel, args, not self._small)
+        work = int((self._tasks[:, 2] * (batch.positions.numpy()[self._tasks[:, 1]] + 1)).sum())
+        team.run(self.attend_kernel, args, work * s.num_heads * s.head_dim > SMALL)
         return out
 
     def step_args(self, batch: ForwardBatch) -> tuple[int, ...]:

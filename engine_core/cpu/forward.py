@@ -1,4 +1,5 @@
-"""One forward pass of a decoder on the CPU as one program of kernels, nine a layer with integer weights:
+"""One forward pass of a decoder on the CPU as one program of kernels: the embedding, then nine a layer with integer
+weights:
 
     norm      RMSNorm of the residual stream; round to int8
     product   Q, K and V
@@ -21,9 +22,10 @@ import torch
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
-from engine_core.cpu.stages import ATTEND_STEP, ENTER_STEP, NORM_INDEX, Stages
+from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, NORM_INDEX, Stages
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_program import ROWS, Program
+from engine_core.layers.embedding import QuantizedEmbedding
 from engine_core.layers.linear import Linear
 from engine_core.layers.norm import RMSNorm
 from engine_core.models.llama import LlamaForCausalLM, LlamaMLP
@@ -38,7 +40,7 @@ class CpuModel:
     def __init__(self, model: LlamaForCausalLM, attention: CpuAttention, most_tokens: int) -> None:
         """`most_tokens`: of any step."""
         self._model, self._attention, self._most_tokens = model, attention, most_tokens
-        self._capacity = 0
+        self._capacity, self._rows = 0, (0, 0, 0)  # tokens, rows and threads of the last step
         self._logits, self._best = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._cos = self._sin = torch.empty(0)
 
@@ -58,12 +60,18 @@ class CpuModel:
         largest of each row, int64, a NaN being largest; writes K and V of all tokens."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         self._make_room(tokens, rows, int(batch.context_lens.max()))
-        self._total[:tokens] = self._model.embedding(batch.token_ids)
         self._attention.prepare(batch)
         args = self._program.args
-        args[:, ROWS] = tokens
-        args[self._head, ROWS] = rows
-        args[self._head[0], NORM_INDEX] = batch.logits_rows.data_ptr()
+        if self._embeds:
+            args[0, EMBED_IDS] = batch.token_ids.data_ptr()
+        else:
+            self._total[:tokens] = self._model.embedding(batch.token_ids)
+        if self._rows != (tokens, rows, torch.get_num_threads()):
+            args[:, ROWS] = tokens
+            args[self._head :, ROWS] = rows
+            self._program.share()
+            self._rows = tokens, rows, torch.get_num_threads()
+        args[self._head, NORM_INDEX] = batch.logits_rows.data_ptr()
         where = (batch.positions.data_ptr(), batch.slot_mapping.data_ptr())
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
         args[self._attends, ATTEND_STEP] = self._attention.step_args(batch)
@@ -85,6 +93,8 @@ class CpuModel:
         layers = [_linears(layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp) for layer in model.layers]
         stages = Stages(model.config, [linear for linears in layers for linear in linears], capacity)
         launches, enters, attends = stages.launches, list[int](), list[int]()
+        embedding = model.embedding
+        self._embeds = isinstance(embedding, QuantizedEmbedding) and stages.embed(embedding.weight)
         for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, layers, strict=True)):
             stages.norm(layer.input_norm, qkv)
             stages.product(qkv)
@@ -94,15 +104,21 @@ class CpuModel:
             stages.attend(index, self._attention, output)
             stages.norm(layer.post_attention_norm, gate_up)
             stages.mlp(gate_up, down)
-        self._head = [len(launches), len(launches) + 1, len(launches) + 2]
+        self._head = len(launches)
         stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
         stages.product(head, out=logits)
         best = torch.empty(logits_rows, dtype=torch.int64)
         stages.argmax(logits, model.config.vocab_size, best)
-        self._enters, self._attends = enters, attends
+        self._enters, self._attends = _every(enters), _every(attends)
+        self._rows = (0, 0, 0)
         self._stages, self._program = stages, Program(launches)
         self._capacity, self._total, self._logits, self._best = capacity, stages.total, logits, best
+
+
+def _every(numbers: list[int]) -> slice:
+    """The same as a slice: launches of one kind are as far apart in all layers."""
+    return slice(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0] if len(numbers) > 1 else 1)
 
 
 def _qk_norms(attention: object) -> tuple[RMSNorm, RMSNorm] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.kernels.cpu_cache import kernel
@@ -11,12 +12,14 @@ from engine_core.kernels.cpu_layout import BLOCK
 from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
 from engine_core.kernels.cpu_program import Launch
 from engine_core.layers.norm import RMSNorm
+from engine_core.loader.weights import QuantizedWeight
 from engine_core.models.config import ModelConfig
 
 SHARED = 2  # rows from which on threads share what is done row by row
 NEW = 0  # in the place of what each step sets
 # Numbers of arguments that a step sets, as the kernels' own descriptions count: the counter is number 0.
 NORM_INDEX = 14
+EMBED_IDS = 2
 ENTER_STEP = ATTEND_STEP = slice(1, 6)
 
 
@@ -34,6 +37,15 @@ class Stages:
         self._gated = torch.empty_like(self._inputs)  # likewise
         self._results = torch.empty(capacity, max(linear.width for linear in linears))
         self._width, self._bias = 0, 0  # of the last product's results
+
+    def embed(self, table: QuantizedWeight) -> bool:
+        """The total becomes rows of `table`. False: there is no kernel for its blocks."""
+        if table.ggml_type is not GGMLQuantizationType.Q8_0:
+            return False
+        data, blocks = table.data, table.shape[1] // BLOCK
+        given = (data.ctypes.data, data.strides[0], blocks, self.total.data_ptr())
+        self._add(kernel("elementwise:embed"), (NEW, NEW, *given))
+        return True
 
     def product(self, linear: PackedLinear, x: torch.Tensor | None = None, out: torch.Tensor | None = None) -> None:
         """The inputs that lie ready, or float `x`, times the weights. The bias is left to the next stage."""

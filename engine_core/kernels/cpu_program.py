@@ -33,8 +33,12 @@ class Program:
             self.args[row, ROWS : ROWS + len(launch.args)] = launch.args
             self._launches[row, 0] = launch.kernel
         self._launches[:, 1] = self.args.ctypes.data + np.arange(len(launches)) * self.args.strides[0]
+        self.share()
+
+    def share(self) -> None:
+        """Decide anew which launches threads share: numbers of rows have changed, or that of threads."""
+        self._launches[:, 2] = (self.args[:, ROWS] >= self._least) & (torch.get_num_threads() > 1)
 
     def run(self) -> None:
         """All launches, each when those before it are done."""
-        self._launches[:, 2] = (self.args[:, ROWS] >= self._least) & (torch.get_num_threads() > 1)
         cpu_team().replay(self._launches)

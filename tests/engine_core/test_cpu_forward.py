@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType as Q
+from gguf.quants import quantize
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import make_batch
 from engine_core.cpu.forward import CpuModel
+from engine_core.layers.embedding import QuantizedEmbedding
+from engine_core.loader.weights import QuantizedWeight
 from engine_core.plan import ScheduledRow, StepPlan
 from engine_core.runner import ModelRunner
 from tests.engine_core.tiny_models import FAMILIES, load, random_pieces, save_model, scattered_requests
@@ -62,6 +66,20 @@ def test_a_program_computes_what_the_layers_do(
     save_model(tmp_path, family)
     runner = load(tmp_path, kv_tokens=KV_TOKENS, weights=weights, threads=threads)
     assert CpuModel.supports(runner.model)
+    for actual, expected in steps(runner, rng):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1])
+@torch.inference_mode()
+def test_a_program_looks_up_quantized_embeddings(kind: Q, threads: int, tmp_path: Path, rng: random.Random) -> None:
+    save_model(tmp_path, "llama")
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, weights="int8", threads=threads)
+    table = runner.model.embedding.weight.numpy()  # type: ignore[attr-defined]
+    weight = QuantizedWeight(kind, table.shape, quantize(table, kind))
+    runner.model.embedding = QuantizedEmbedding(weight, torch.float32)
+    assert isinstance(runner.attention, CpuAttention)
+    runner.forward = CpuModel(runner.model, runner.attention, KV_TOKENS).forward
     for actual, expected in steps(runner, rng):
         assert torch.equal(actual, expected)
 

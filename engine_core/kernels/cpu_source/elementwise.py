@@ -17,6 +17,7 @@ from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_nor
 from engine_core.kernels.cpu_source.vector import (
     LANES,
     add_rows,
+    dequantize_row,
     rotate_head,
     row_max,
     scale_row,
@@ -127,6 +128,24 @@ def silu_and_mul() -> Callable[[Any], None]:
                 for block in range(blocks):
                     at = block * BLOCK * 4
                     quantize_gated(gate + at, up + at, target + block * X_STEP, offset)
+
+    return kernel
+
+
+def embed() -> Callable[[Any], None]:
+    """Arguments: counter, rows, ids (int64), table, its stride in bytes, blocks, out.
+
+    Row i of the result is row ids[i] of a table in blocks of 32 int8 behind a scale in half precision, GGUF's Q8_0.
+    """
+
+    def kernel(args: Any) -> None:
+        rows, ids, table, stride, blocks, out = args[1], int64s(args[2]), args[3], args[4], args[5], args[6]
+        side = choose_side(args)
+        while True:
+            row = next_task(args, side, rows)
+            if row >= rows:
+                break
+            dequantize_row(table + ids[row] * stride, blocks, out + row * blocks * BLOCK * 4)
 
     return kernel
 

@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine_core.kernels.cpu_layout import BLOCK
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.tile import Emit
 
@@ -195,6 +196,25 @@ def copy_row(typing_context: Any, x: Any, out: Any, vectors: Any) -> Any:
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
             e.store(e.load(x, at, LANES), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def dequantize_row(typing_context: Any, x: Any, blocks: Any, out: Any) -> Any:
+    """`dequantize_row(x, blocks, out)`: floats of blocks of a scale in half precision and 32 int8."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, blocks, out = values
+        e = Emit(builder)
+        with cgutils.for_range(builder, blocks, intp=_I64) as loop:
+            block = builder.add(x, builder.mul(loop.index, e.const(BLOCK + 2)))
+            scale = e.broadcast(builder.fpext(e.at(block, 0, ir.HalfType()), _F32), LANES)
+            for half in range(BLOCK // LANES):
+                integers = e.at(block, 2 + half * LANES, ir.VectorType(ir.IntType(8), LANES))
+                at = builder.add(builder.mul(loop.index, e.const(BLOCK)), e.const(half * LANES))
+                e.store(builder.fmul(builder.sitofp(integers, _VF32), scale), out, at)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen
