@@ -59,10 +59,7 @@ def add_rms_norm() -> Callable[[Any], None]:
                 if rounded == 0:
                     scale_row(address, scale, weight, out + row * columns * 4, columns // LANES)
                     continue
-                target = rounded_row(rounded, row, blocks)
-                for block in range(blocks):
-                    at = block * BLOCK * 4
-                    quantize_normed(address + at, scale, weight + at, target + block * X_STEP, offset)
+                quantize_normed(address, scale, weight, rounded_row(rounded, row, blocks), blocks, offset)
 
     return kernel
 
@@ -124,10 +121,7 @@ def silu_and_mul() -> Callable[[Any], None]:
                 if rounded == 0:
                     silu_multiply(gate, up, out + row * columns * 4, columns // LANES)
                     continue
-                target = rounded_row(rounded, row, blocks)
-                for block in range(blocks):
-                    at = block * BLOCK * 4
-                    quantize_gated(gate + at, up + at, target + block * X_STEP, offset)
+                quantize_gated(gate, up, rounded_row(rounded, row, blocks), X_STEP, blocks, offset)
 
     return kernel
 

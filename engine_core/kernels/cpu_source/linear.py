@@ -7,11 +7,21 @@ from typing import Any
 
 import numba
 
-from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, GROUP, STORE, TASK_ROWS, X_STEP, WeightFormat
+from engine_core.kernels.cpu_layout import (
+    ADD,
+    CHUNK,
+    GATE,
+    GROUP,
+    STORE,
+    TASK_ROWS,
+    X_BLOCK_BYTES,
+    X_STEP,
+    WeightFormat,
+)
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import quantize_block, quantize_gated, rounded_row
+from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_row, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
 from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row
 
@@ -115,21 +125,24 @@ def _finish(result: int) -> Any:
 
     @numba.njit(inline="always")
     def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset):  # type: ignore[no-untyped-def]
+        at, gate = sums, sums - ROWS * ROW_BYTES
         for row in range(first_row, first_row + count):
             if bias != 0:
-                add_rows(sums, bias + (chunk + (parts - 1) * chunks) * ROW_BYTES, sums, vectors)
+                add_rows(at, bias + (chunk + (parts - 1) * chunks) * ROW_BYTES, at, vectors)
             if result == GATE:
-                gate = sums - ROWS * ROW_BYTES
                 if bias != 0:
-                    add_rows(gate, bias + chunk * ROW_BYTES, gate, vectors)
-                quantize_gated(gate, sums, rounded_row(out, row, out_stride) + chunk * X_STEP, offset)
+                    half = at - ROWS * ROW_BYTES
+                    add_rows(half, bias + chunk * ROW_BYTES, half, vectors)
             else:
                 target = out + row * out_stride * 4 + chunk * ROW_BYTES
                 if result == ADD:
-                    add_rows(sums, target, target, vectors)
+                    add_rows(at, target, target, vectors)
                 else:
-                    copy_row(sums, target, vectors)
-            sums += ROW_BYTES
+                    copy_row(at, target, vectors)
+            at += ROW_BYTES
+        if result == GATE:  # a row has one block of a chunk, and the rows are of one group
+            target = rounded_row(out, first_row, out_stride) + chunk * X_STEP
+            quantize_gated(gate, sums, target, X_BLOCK_BYTES, count, offset)
 
     return finish
 
@@ -145,9 +158,7 @@ def quantize() -> Callable[[Any], None]:
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
-                target = rounded_row(out, row, blocks)
-                for block in range(blocks):
-                    quantize_block(x + (row * x_stride + block * BLOCK) * 4, target + block * X_STEP, offset)
+                quantize_row(x + row * x_stride * 4, rounded_row(out, row, blocks), blocks, offset)
 
     return kernel
 

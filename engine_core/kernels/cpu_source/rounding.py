@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.ir as ir
@@ -10,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP
+from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP, X_STEP
 from engine_core.kernels.cpu_source.tile import Emit
 from engine_core.kernels.cpu_source.vector import LANES, silu_product
 
@@ -18,9 +19,12 @@ SCALE, SCALED_SUM, START = BLOCK, BLOCK + 4, BLOCK + 8  # where in a block of ro
 MAGIC = 1.5 * 2**23  # added to a small float, it leaves no bits behind the point
 MAGIC_BITS = 0x4B400000
 
-_I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SMALLEST = 1e-30  # a block of smaller values counts as zeros: the inverse of its scale might be infinite
+TOGETHER = 4  # blocks that are rounded at once
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+_QI32, _QF32 = ir.VectorType(_I32, TOGETHER), ir.VectorType(_F32, TOGETHER)
+_BYTES = ir.VectorType(_I8, 4 * LANES)
 
 
 @numba.njit(inline="always")
@@ -33,75 +37,138 @@ def rounded_row(rounded, row, blocks):  # type: ignore[no-untyped-def]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_block(typing_context: Any, x: Any, out: Any, offset: Any) -> Any:
-    """`quantize_block(x, out, offset)`: 32 floats at address `x` to a block of `X_BLOCK_BYTES` at `out`.
+def quantize_row(typing_context: Any, x: Any, out: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_row(x, out, blocks, offset)`: 32 floats a block at address `x` to blocks at `out`, `X_STEP` apart.
 
-    The largest becomes 127. A NaN or an infinity makes the scale NaN or infinite, and with it all that it meets.
+    The largest of a block becomes 127. A NaN or an infinity makes the scale NaN or infinite, and with it all that it
+    meets.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, out, offset = values
+        x, out, blocks, offset = values
         e = Emit(builder)
-        _quantize(e, [e.at(x, 4 * LANES * half, _VF32) for half in (0, 1)], out, offset)
+
+        def block(at: Any) -> list[Any]:
+            return _halves(e, builder.add(x, at))
+
+        _quantize(e, block, blocks, out, e.const(X_STEP), offset)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_normed(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, offset: Any) -> Any:
-    """`quantize_normed(x, scale, weight, out, offset)`: as `quantize_block`, of x * scale * weight."""
+def quantize_normed(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_normed(x, scale, weight, out, blocks, offset)`: as `quantize_row`, of x * scale * weight."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, scale, weight, out, offset = values
+        x, scale, weight, out, blocks, offset = values
         e = Emit(builder)
         factor = e.broadcast(scale, LANES)
-        parts = [[e.at(address, 4 * LANES * half, _VF32) for half in (0, 1)] for address in (x, weight)]
-        products = [builder.fmul(builder.fmul(a, factor), b) for a, b in zip(*parts, strict=True)]
-        _quantize(e, products, out, offset)
+
+        def block(at: Any) -> list[Any]:
+            parts = (_halves(e, builder.add(address, at)) for address in (x, weight))
+            return [builder.fmul(builder.fmul(a, factor), b) for a, b in zip(*parts, strict=True)]
+
+        _quantize(e, block, blocks, out, e.const(X_STEP), offset)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
+    return types.void(types.int64, types.float32, *[types.int64] * 4), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_gated(typing_context: Any, gate: Any, up: Any, out: Any, offset: Any) -> Any:
-    """`quantize_gated(gate, up, out, offset)`: as `quantize_block`, of SiLU(gate) * up."""
+def quantize_gated(typing_context: Any, gate: Any, up: Any, out: Any, step: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_gated(gate, up, out, step, blocks, offset)`: as `quantize_row`, of SiLU(gate) * up, to blocks that are
+    `step` bytes apart."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        gate, up, out, offset = values
+        gate, up, out, step, blocks, offset = values
         e = Emit(builder)
-        halves = [silu_product(e, *(e.at(x, 4 * LANES * half, _VF32) for x in (gate, up))) for half in (0, 1)]
-        _quantize(e, halves, out, offset)
+
+        def block(at: Any) -> list[Any]:
+            parts = (_halves(e, builder.add(address, at)) for address in (gate, up))
+            return [silu_product(e, *pair) for pair in zip(*parts, strict=True)]
+
+        _quantize(e, block, blocks, out, step, offset)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    return types.void(*[types.int64] * 6), codegen
 
 
-def _quantize(e: Emit, halves: list[Any], out: Any, offset: Any) -> None:
+def _halves(e: Emit, address: Any) -> list[Any]:
+    return [e.at(address, 4 * LANES * half, _VF32) for half in (0, 1)]
+
+
+def _quantize(e: Emit, block: Callable[[Any], list[Any]], blocks: Any, out: Any, step: Any, offset: Any) -> None:
+    """`block` makes the two halves of a block from where it begins, in bytes; they are `BLOCK` floats apart."""
     b = e.b
-    sign = ir.Constant(_VI32, [0x7FFFFFFF] * LANES)
+    whole = b.and_(blocks, e.const(-TOGETHER))
+    for begin, end, count in ((e.const(0), whole, TOGETHER), (whole, blocks, 1)):
+        with cgutils.for_range_slice(b, begin, end, e.const(count), intp=_I64) as (first, _):
+            numbers = [b.add(first, e.const(i)) for i in range(count)]
+            targets = [b.add(out, b.mul(number, step)) for number in numbers]
+            _quantize_blocks(e, [block(b.mul(number, e.const(4 * BLOCK))) for number in numbers], targets, offset)
+
+
+def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], offset: Any) -> None:
+    """Up to four blocks, which share what is done once for each: most of the instructions would be that."""
+    b = e.b
     # As integers, since a NaN is the largest of those; it would get lost among floats.
-    sizes = [b.and_(b.bitcast(half, _VI32), sign) for half in halves]
-    larger = b.select(b.icmp_signed(">", sizes[0], sizes[1]), sizes[0], sizes[1])
-    largest = b.bitcast(_reduce(e, "umax", larger), _F32)
-    inverse = b.fdiv(ir.Constant(_F32, 127.0), largest)
-    inverse = b.select(b.fcmp_ordered(">", largest, ir.Constant(_F32, _SMALLEST)), inverse, ir.Constant(_F32, 0.0))
-    total = ir.Constant(_VI32, [0] * LANES)
-    for half, value in enumerate(halves):
+    sizes = [[b.and_(b.bitcast(half, _VI32), _integers(0x7FFFFFFF)) for half in halves] for halves in blocks]
+    largest = b.bitcast(_reduce(e, [_larger(e, *halves) for halves in sizes], _larger), _QF32)
+    inverse = b.fdiv(ir.Constant(_QF32, [127.0] * TOGETHER), largest)
+    counts = b.fcmp_ordered(">", largest, ir.Constant(_QF32, [_SMALLEST] * TOGETHER))
+    inverse = b.select(counts, inverse, ir.Constant(_QF32, [0.0] * TOGETHER))
+    sums = []
+    for number, (halves, target) in enumerate(zip(blocks, targets, strict=True)):
+        factor = b.shuffle_vector(inverse, inverse, _lanes([number] * LANES))
         # The sum's lowest bits are the nearest integer, halves to even.
-        rounded = b.fadd(b.fmul(value, e.broadcast(inverse, LANES)), ir.Constant(_VF32, [MAGIC] * LANES))
-        bits = b.bitcast(rounded, _VI32)
-        e.put(b.trunc(bits, ir.VectorType(_I8, LANES)), out, half * LANES)
-        total = b.add(total, bits)
-    integer_sum = b.sub(_reduce(e, "add", total), ir.Constant(_I32, BLOCK * MAGIC_BITS % 2**32))  # modulo 2^32
-    scale = b.fmul(largest, ir.Constant(_F32, 1 / 127))
-    e.put(scale, out, SCALE)
-    e.put(b.fmul(scale, b.sitofp(integer_sum, _F32)), out, SCALED_SUM)
-    e.put(b.mul(integer_sum, b.neg(b.trunc(offset, _I32))), out, START)
+        rounded = [b.fadd(b.fmul(half, factor), ir.Constant(_VF32, [MAGIC] * LANES)) for half in halves]
+        lowest = [b.bitcast(half, _BYTES) for half in rounded]
+        e.put(b.shuffle_vector(*lowest, _lanes([*range(0, 4 * BLOCK, 4)])), target, 0)
+        sums.append(_sum(e, *(b.bitcast(half, _VI32) for half in rounded)))
+    surplus = ir.Constant(_QI32, [BLOCK * MAGIC_BITS % 2**32] * TOGETHER)
+    integer_sum = b.sub(_reduce(e, sums, _sum), surplus)  # modulo 2^32
+    scale = b.fmul(largest, ir.Constant(_QF32, [1 / 127] * TOGETHER))
+    scaled_sum = b.fmul(scale, b.sitofp(integer_sum, _QF32))
+    start = b.mul(integer_sum, e.broadcast(b.neg(b.trunc(offset, _I32)), TOGETHER))
+    for number, target in enumerate(targets):
+        for value, place in ((scale, SCALE), (scaled_sum, SCALED_SUM), (start, START)):
+            e.put(b.extract_element(value, ir.Constant(_I32, number)), target, place)
 
 
-def _reduce(e: Emit, operation: str, vector: Any) -> Any:
-    kind = ir.FunctionType(_I32, [vector.type])
-    name = f"llvm.vector.reduce.{operation}.v{LANES}i32"
-    return e.b.call(cgutils.get_or_insert_function(e.b.module, kind, name), [vector])
+def _reduce(e: Emit, vectors: list[Any], combine: Callable[[Emit, Any, Any], Any]) -> Any:
+    """Of up to four vectors of 16, each combined to one number: a vector of four."""
+    b = e.b
+    vectors = vectors + vectors[-1:] * (TOGETHER - len(vectors))
+    # Within quarters: a0 b0 a1 b1 ... meets a2 b2 a3 b3 ..., then a0 b0 c0 d0 ... meets a1 b1 c1 d1 ...
+    pairs = [_fold(e, vectors[i : i + 2], ([0, 16, 1, 17], [2, 18, 3, 19]), combine) for i in (0, 2)]
+    vector = _fold(e, pairs, ([0, 1, 16, 17], [2, 3, 18, 19]), combine)
+    for lanes in (LANES // 2, LANES // 4):
+        parts = [[*range(lanes)], [*range(lanes, 2 * lanes)]]
+        vector = combine(e, *(b.shuffle_vector(vector, vector, _lanes(part)) for part in parts))
+    return vector
+
+
+def _fold(
+    e: Emit, pair: list[Any], shuffles: tuple[list[int], list[int]], combine: Callable[[Emit, Any, Any], Any]
+) -> Any:
+    """Two shuffles of a pair of vectors combined, the same in each quarter."""
+    lanes = ([lane + quarter for quarter in range(0, LANES, 4) for lane in shuffle] for shuffle in shuffles)
+    return combine(e, *(e.b.shuffle_vector(*pair, _lanes(numbers)) for numbers in lanes))
+
+
+def _lanes(numbers: list[int]) -> Any:
+    return ir.Constant(ir.VectorType(_I32, len(numbers)), numbers)
+
+
+def _integers(value: int) -> Any:
+    return ir.Constant(_VI32, [value] * LANES)
+
+
+def _larger(e: Emit, x: Any, y: Any) -> Any:
+    return e.b.select(e.b.icmp_signed(">", x, y), x, y)
+
+
+def _sum(e: Emit, x: Any, y: Any) -> Any:
+    return e.b.add(x, y)

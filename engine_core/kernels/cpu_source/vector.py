@@ -1,10 +1,11 @@
 """Vector loops over one row that numba's own loops do not turn into good code: exp, softmax, SiLU.
 
-Lengths are multiples of 16 floats. Every row is summed in the same order: 16 lanes, then the lanes.
+Lengths are multiples of 16 floats. Every row is summed in the same order, whatever else is done with it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.tile import Emit
 
 LANES = 16  # floats in a vector
+SUMS = 4  # at once, as each has to wait for its last addition
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -156,11 +158,14 @@ def square_sum(typing_context: Any, row: Any, vectors: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         row, vectors = values
         e = Emit(builder)
-        total = cgutils.alloca_once_value(builder, _ZERO)
-        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
-            value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
-            builder.store(e.multiply_add(value, value, builder.load(total)), total)
-        return _across(e, builder.load(total), builder.fadd)
+        totals = [cgutils.alloca_once_value(builder, _ZERO) for _ in range(SUMS)]
+        whole = builder.and_(vectors, e.const(-SUMS))
+        for begin, end, count in ((e.const(0), whole, SUMS), (whole, vectors, 1)):
+            with cgutils.for_range_slice(builder, begin, end, e.const(count), intp=_I64) as (first, _):
+                for i, total in enumerate(totals[:count]):
+                    value = e.load(row, builder.mul(builder.add(first, e.const(i)), e.const(LANES)), LANES)
+                    builder.store(e.multiply_add(value, value, builder.load(total)), total)
+        return _across(e, functools.reduce(builder.fadd, map(builder.load, totals)), builder.fadd)
 
     return types.float32(types.int64, types.int64), codegen
 
