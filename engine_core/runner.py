@@ -72,9 +72,9 @@ class ModelRunner:
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
-        # Of a batch: hidden states [tokens, hidden] before the last norm, logits [sampling rows, vocabulary], and the
-        # index of the largest of each row, if that is known.
-        self.forward: Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+        # Of a batch: hidden states [tokens, hidden] before the last norm, if all are wanted; logits [sampling rows,
+        # vocabulary]; and the index of the largest of each row, if that is known.
+        self.forward: Callable[[ForwardBatch, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
         self.forward = self._run_layers
         if isinstance(attention, CpuAttention) and CpuModel.supports(model):
             self.forward = CpuModel(model, attention, max_batched_tokens(config, "cpu")).forward
@@ -102,7 +102,9 @@ class ModelRunner:
         if not plan.rows:
             return Done(StepTokens([]))
         batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
-        hidden, logits, best = self.forward(batch)
+        chunks = enumerate(plan.rows[plan.num_decodes :], plan.num_decodes)
+        scored = [(index, row) for index, row in chunks if wants_prompt_logprobs(row)]
+        hidden, logits, best = self.forward(batch, bool(scored))
         sampling = [row for row in plan.rows if row.samples]
         tokens = StepTokens([])
         if sampling:
@@ -110,13 +112,12 @@ class ModelRunner:
             positions = [row.start + row.count - row.request.num_prompt_tokens for row in sampling]
             tokens = self.sampler.sample(logits, requests, positions, best)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
-        for index, row in enumerate(plan.rows[plan.num_decodes :], plan.num_decodes):
-            if wants_prompt_logprobs(row):
-                values = prompt_logprobs(row, hidden[batch.query_starts[index] :], self.model.logits, self.sampler)
-                tokens.prompt_logprobs[row.request.request_id] = values
+        for index, row in scored:
+            values = prompt_logprobs(row, hidden[batch.query_starts[index] :], self.model.logits, self.sampler)
+            tokens.prompt_logprobs[row.request.request_id] = values
         return Done(tokens)
 
-    def _run_layers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def _run_layers(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden = self.model.forward(batch, self.attention)
         return hidden, self.model.logits(hidden[batch.logits_rows]), None
 

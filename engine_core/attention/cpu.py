@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
@@ -33,8 +34,7 @@ class CpuAttention:
         self._write_kernel = kernel("attention:write", half)
         self.cache = torch.empty(0)
         self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
-        self._tasks = np.empty((0, 3), np.int64)
-        self._task_args = (0, 0)
+        self._tasks = self._chosen = np.empty((0, 4), np.int64)
 
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
@@ -58,18 +58,17 @@ class CpuAttention:
         """Cut the query tokens into tasks, those with the longest contexts first."""
         rows, positions = batch.num_rows, batch.positions.numpy()
         if rows == len(positions):  # one each, most often
-            tasks = np.ones((rows, 3), np.int64)
-            tasks[:, 0] = tasks[:, 1] = np.argsort(-positions, kind="stable")
+            tasks = np.ones((rows, 4), np.int64)
+            tasks[:, (0, 1, 3)] = np.argsort(-positions, kind="stable")[:, None]
         else:
             step = max(1, QUERY_ROWS * self.spec.num_kv_heads // self.spec.num_heads)
             pieces = [
-                (row, first, min(step, stop - first))
+                (row, first, min(step, stop - first), first)
                 for row, (start, stop) in enumerate(itertools.pairwise(batch.query_starts.tolist()))
                 for first in range(start, stop, step)
             ]
-            tasks = np.array(pieces, np.int64).reshape(-1, 3)
-            tasks = np.ascontiguousarray(tasks[np.argsort(-positions[tasks[:, 1]], kind="stable")])
-        self._tasks, self._task_args = tasks, (len(tasks), tasks.ctypes.data)
+            tasks = _longest_first(np.array(pieces, np.int64).reshape(-1, 4), positions)
+        self._tasks = tasks
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -88,11 +87,29 @@ class CpuAttention:
 
     def step_args(self, batch: ForwardBatch) -> tuple[int, ...]:
         """What `attend` is told of the step that was prepared, the same in all layers: its first arguments."""
-        tables = batch.block_tables
-        return (*self._task_args, batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0))
+        return _step_args(self._tasks, batch)
+
+    def chosen_args(self, batch: ForwardBatch) -> tuple[int, ...]:
+        """Likewise of those query tokens alone whose logits are needed; what they get lies row by row."""
+        tokens = batch.logits_rows.numpy()
+        tasks = np.ones((len(tokens), 4), np.int64)
+        tasks[:, 0] = np.searchsorted(batch.query_starts, tokens, side="right") - 1
+        tasks[:, 1], tasks[:, 3] = tokens, np.arange(len(tokens))
+        self._chosen = _longest_first(tasks, batch.positions.numpy())
+        return _step_args(self._chosen, batch)
 
     def layer_args(self, layer: int, q: int, q_stride: int, out: int) -> tuple[int, ...]:
         """The other arguments of `attend`, the same in all steps as long as the addresses `q` and `out` are."""
         s = self.spec
         shape = (s.num_heads, s.num_kv_heads, s.head_dim, s.block_size)
         return (q, q_stride, out, *self.pools[layer], *shape, fixed_point(s.scale), s.window(layer) or NO_WINDOW)
+
+
+def _step_args(tasks: NDArray[np.int64], batch: ForwardBatch) -> tuple[int, ...]:
+    tables = batch.block_tables
+    return len(tasks), tasks.ctypes.data, batch.positions.data_ptr(), tables.data_ptr(), tables.stride(0)
+
+
+def _longest_first(tasks: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those with the longest contexts: whoever is still busy when no task is left should not be so for long."""
+    return np.ascontiguousarray(tasks[np.argsort(-positions[tasks[:, 1]], kind="stable")])

@@ -11,9 +11,9 @@ weights:
     product   gate and up, SiLU * up; round
     product   down, added to the residual stream
 
-Float weights need no rounding, but their products are stored before SiLU or the sum. Then come the last norm, the
-logits of the rows that are sampled, and the likeliest token of each, while the team's threads are awake. Results are
-those of `LlamaForCausalLM`, bit for bit.
+Float weights need no rounding, but their products are stored before SiLU or the sum. The last layer attends for the
+rows that are sampled alone, unless the hidden states of all are wanted. Then come the last norm, the logits, and the
+likeliest token of each row, while the team's threads are awake. Results are those of `LlamaForCausalLM`, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
-from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, NORM_INDEX, Stages
+from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, GATHER_INDEX, NORM_INDEX, Stages
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_program import ROWS, Program
 from engine_core.layers.embedding import QuantizedEmbedding
@@ -40,7 +40,8 @@ class CpuModel:
     def __init__(self, model: LlamaForCausalLM, attention: CpuAttention, most_tokens: int) -> None:
         """`most_tokens`: of any step."""
         self._model, self._attention, self._most_tokens = model, attention, most_tokens
-        self._capacity, self._rows = 0, (0, 0, 0)  # tokens, rows and threads of the last step
+        self._capacity = self._chosen = 0
+        self._rows = (0, 0, 0, 0)  # tokens, those chosen, rows and threads of the last step
         self._logits, self._best = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._cos = self._sin = torch.empty(0)
 
@@ -55,10 +56,13 @@ class CpuModel:
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         return model.dtype == torch.float32 and all(isinstance(linear, PackedLinear) for linear in linears)
 
-    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states [tokens, hidden] before the last norm, logits [sampling rows, vocabulary], and the index of the
-        largest of each row, int64, a NaN being largest; writes K and V of all tokens."""
+    def forward(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [tokens, hidden] before the last norm, or without `whole` perhaps of sampling rows alone;
+        logits [sampling rows, vocabulary], and the index of the largest of each row, int64, a NaN being largest; writes
+        K and V of all tokens."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
+        whole = whole or tokens == rows
+        left = tokens if whole else rows
         self._make_room(tokens, rows, int(batch.context_lens.max()))
         self._attention.prepare(batch)
         args = self._program.args
@@ -66,17 +70,20 @@ class CpuModel:
             args[0, EMBED_IDS] = batch.token_ids.data_ptr()
         else:
             self._total[:tokens] = self._model.embedding(batch.token_ids)
-        if self._rows != (tokens, rows, torch.get_num_threads()):
+        if self._rows != (tokens, left, rows, torch.get_num_threads()):
             args[:, ROWS] = tokens
+            args[self._chosen :, ROWS] = left
             args[self._head :, ROWS] = rows
             self._program.share()
-            self._rows = tokens, rows, torch.get_num_threads()
-        args[self._head, NORM_INDEX] = batch.logits_rows.data_ptr()
+            self._rows = tokens, left, rows, torch.get_num_threads()
+        sampled = batch.logits_rows.data_ptr()
+        args[self._chosen, GATHER_INDEX], args[self._head, NORM_INDEX] = (0, sampled) if whole else (sampled, 0)
         where = (batch.positions.data_ptr(), batch.slot_mapping.data_ptr())
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
-        args[self._attends, ATTEND_STEP] = self._attention.step_args(batch)
+        args[self._attends, ATTEND_STEP] = attend = self._attention.step_args(batch)
+        args[self._chosen + 1, ATTEND_STEP] = attend if whole else self._attention.chosen_args(batch)
         self._program.run()
-        return self._total[:tokens], self._logits[:rows, : self._model.config.vocab_size], self._best[:rows]
+        return self._hidden[:left], self._logits[:rows, : self._model.config.vocab_size], self._best[:rows]
 
     def _make_room(self, tokens: int, rows: int, length: int) -> None:
         """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
@@ -100,7 +107,11 @@ class CpuModel:
             stages.product(qkv)
             enters.append(len(launches))
             stages.enter(index, self._attention, _qk_norms(layer.attention))
-            attends.append(len(launches))
+            if layer is model.layers[-1]:
+                self._chosen, self._total = len(launches), stages.total
+                stages.choose()
+            else:
+                attends.append(len(launches))
             stages.attend(index, self._attention, output)
             stages.norm(layer.post_attention_norm, gate_up)
             stages.mlp(gate_up, down)
@@ -111,14 +122,16 @@ class CpuModel:
         best = torch.empty(logits_rows, dtype=torch.int64)
         stages.argmax(logits, model.config.vocab_size, best)
         self._enters, self._attends = _every(enters), _every(attends)
-        self._rows = (0, 0, 0)
+        self._rows = (0, 0, 0, 0)
         self._stages, self._program = stages, Program(launches)
-        self._capacity, self._total, self._logits, self._best = capacity, stages.total, logits, best
+        self._capacity, self._hidden, self._logits, self._best = capacity, stages.total, logits, best
 
 
 def _every(numbers: list[int]) -> slice:
     """The same as a slice: launches of one kind are as far apart in all layers."""
-    return slice(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0] if len(numbers) > 1 else 1)
+    if len(numbers) < 2:
+        return slice(numbers[0], numbers[0] + 1) if numbers else slice(0)
+    return slice(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0])
 
 
 def _qk_norms(attention: object) -> tuple[RMSNorm, RMSNorm] | None:

@@ -19,7 +19,7 @@ SHARED = 2  # rows from which on threads share what is done row by row
 NEW = 0  # in the place of what each step sets
 # Numbers of arguments that a step sets, as the kernels' own descriptions count: the counter is number 0.
 NORM_INDEX = 14
-EMBED_IDS = 2
+EMBED_IDS = GATHER_INDEX = 2
 ENTER_STEP = ATTEND_STEP = slice(1, 6)
 
 
@@ -46,6 +46,12 @@ class Stages:
         given = (data.ctypes.data, data.strides[0], blocks, self.total.data_ptr())
         self._add(kernel("elementwise:embed"), (NEW, NEW, *given))
         return True
+
+    def choose(self) -> None:
+        """The total shrinks to the rows that the step chooses by an index."""
+        chosen, hidden = torch.empty_like(self.total), self.total.shape[1]
+        self._add(kernel("elementwise:gather"), (NEW, NEW, self.total.data_ptr(), chosen.data_ptr(), hidden))
+        self.total = chosen
 
     def product(self, linear: PackedLinear, x: torch.Tensor | None = None, out: torch.Tensor | None = None) -> None:
         """The inputs that lie ready, or float `x`, times the weights. The bias is left to the next stage."""

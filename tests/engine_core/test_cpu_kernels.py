@@ -307,7 +307,8 @@ def test_what_half_precision_cannot_hold_becomes_its_largest() -> None:
     sequences.qkv[0][20:, 4:] *= 1e5
     (out,) = sequences.attend([(0, 0, 40)])
     assert out.isfinite().all()
-    assert error(out, sequences.expected(0)) < 2e-6
+    # Scores reach some 100,000, where float32 is off by about 1e-2, and so are the weights that come of them.
+    assert error(out, sequences.expected(0)) < 2e-2
     sequences.qkv[0][3, 6] = math.nan
     (out,) = sequences.attend([(0, 0, 40)])
     assert out[3:, :64].isnan().all()

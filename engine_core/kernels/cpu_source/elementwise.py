@@ -17,6 +17,7 @@ from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_nor
 from engine_core.kernels.cpu_source.vector import (
     LANES,
     add_rows,
+    copy_row,
     dequantize_row,
     rotate_head,
     row_max,
@@ -122,6 +123,23 @@ def silu_and_mul() -> Callable[[Any], None]:
                     silu_multiply(gate, up, out + row * columns * 4, columns // LANES)
                     continue
                 quantize_gated(gate, up, rounded_row(rounded, row, blocks), X_STEP, blocks, offset)
+
+    return kernel
+
+
+def gather() -> Callable[[Any], None]:
+    """Arguments: counter, rows, index (int64), x, out, columns. Row i of the result is row index[i] of x, or row i if
+    there is no index."""
+
+    def kernel(args: Any) -> None:
+        rows, index, size = args[1], int64s(args[2]), args[5] * 4
+        side = choose_side(args)
+        while True:
+            row = next_task(args, side, rows)
+            if row >= rows:
+                break
+            source = row if args[2] == 0 else index[row]
+            copy_row(args[3] + source * size, args[4] + row * size, args[5] // LANES)
 
     return kernel
 
