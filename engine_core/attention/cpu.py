@@ -15,9 +15,10 @@ from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
 from engine_core.kernels.cpu_cache import kernel, tile_vectors
 from engine_core.kernels.cpu_elementwise import fixed_point
-from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS
+from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS, TASK_NUMBERS
 from engine_core.kernels.cpu_team import cpu_team
 
+FETCHED = 3 << 18  # bytes of KV that stay in a core's second-level cache until they are needed
 SMALL = 65_536  # products of queries and keys that one thread computes sooner than two could agree to share them
 
 
@@ -34,7 +35,9 @@ class CpuAttention:
         self._write_kernel = kernel("attention:write", half)
         self.cache = torch.empty(0)
         self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
-        self._tasks = self._chosen = np.empty((0, 4), np.int64)
+        block = spec.num_kv_heads * spec.block_size * spec.head_dim
+        self.block_bytes = block * spec.pool_dtype.itemsize  # of K or V
+        self._tasks = self._chosen = np.empty((0, TASK_NUMBERS), np.int64)
 
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
@@ -58,7 +61,7 @@ class CpuAttention:
         """Cut the query tokens into tasks, those with the longest contexts first."""
         rows, positions = batch.num_rows, batch.positions.numpy()
         if rows == len(positions):  # one each, most often
-            tasks = np.ones((rows, 4), np.int64)
+            tasks = np.ones((rows, TASK_NUMBERS), np.int64)
             tasks[:, (0, 1, 3)] = np.argsort(-positions, kind="stable")[:, None]
         else:
             step = max(1, QUERY_ROWS * self.spec.num_kv_heads // self.spec.num_heads)
@@ -67,7 +70,7 @@ class CpuAttention:
                 for row, (start, stop) in enumerate(itertools.pairwise(batch.query_starts.tolist()))
                 for first in range(start, stop, step)
             ]
-            tasks = _longest_first(np.array(pieces, np.int64).reshape(-1, 4), positions)
+            tasks = _longest_first(np.array(pieces, np.int64).reshape(-1, TASK_NUMBERS), positions)
         self._tasks = tasks
 
     def __call__(
@@ -92,11 +95,24 @@ class CpuAttention:
     def chosen_args(self, batch: ForwardBatch) -> tuple[int, ...]:
         """Likewise of those query tokens alone whose logits are needed; what they get lies row by row."""
         tokens = batch.logits_rows.numpy()
-        tasks = np.ones((len(tokens), 4), np.int64)
+        tasks = np.ones((len(tokens), TASK_NUMBERS), np.int64)
         tasks[:, 0] = np.searchsorted(batch.query_starts, tokens, side="right") - 1
         tasks[:, 1], tasks[:, 3] = tokens, np.arange(len(tokens))
         self._chosen = _longest_first(tasks, batch.positions.numpy())
         return _step_args(self._chosen, batch)
+
+    def fetch_args(self, batch: ForwardBatch) -> tuple[int, ...]:
+        """As `step_args` if the blocks of the next layer are worth fetching early: if each row has one query token,
+        which makes little work of many blocks. Two threads each know which half they will attend to, more do not; and
+        with windows, most of a row's blocks may lie before them."""
+        single = batch.num_rows == len(batch.positions)
+        few = torch.get_num_threads() <= 2 and not any(self.spec.windows)
+        return self.step_args(batch) if single and few else (0,) * 5
+
+    def fetched(self, layer: int) -> tuple[int, ...]:
+        """What else the fetching kernel is told: K, V, positions and bytes of a block, and how many halves of blocks
+        are fetched at most."""
+        return *self.pools[layer], self.spec.block_size, self.block_bytes, FETCHED // self.block_bytes
 
     def layer_args(self, layer: int, q: int, q_stride: int, out: int) -> tuple[int, ...]:
         """The other arguments of `attend`, the same in all steps as long as the addresses `q` and `out` are."""

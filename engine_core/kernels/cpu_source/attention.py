@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS
+from engine_core.kernels.cpu_layout import CONTEXT, GROUP, QUERY_ROWS, TASK_NUMBERS
 from engine_core.kernels.cpu_source.compiler import (
     choose_side,
     floats,
@@ -136,9 +136,9 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
     """Arguments: counter, num_tasks, tasks, positions, block_tables, table_stride, q, q_stride, out, keys, values,
     heads, kv_heads, head_dim, block_size, scale * 2^60, window.
 
-    `tasks` is int64 [num_tasks, 4]: the batch row, its first query token, how many of them, and the row of `out` for
-    the first. Each stands for one task per KV head. `wide` is how many vectors of 16 floats a row of a tile has at
-    most; `half`: the pool is in half precision.
+    `tasks` is int64 [num_tasks, TASK_NUMBERS]: the batch row, its first query token, how many of them, and the row of
+    `out` for the first. Each stands for one task per KV head. `wide` is how many vectors of 16 floats a row of a tile
+    has at most; `half`: the pool is in half precision.
 
     A thread knows its next task before it begins one, so that what comes next is always fetched while something else
     is computed: V with the scores, K with the sums. Blocks lie anywhere in the pool, so the processor cannot know.
@@ -165,7 +165,7 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
         task, located = next_task(args, side, all_tasks), False
         while task < all_tasks:
             following = next_task(args, side, all_tasks)
-            kv_head, entry = task % kv_heads, task // kv_heads * 4
+            kv_head, entry = task % kv_heads, task // kv_heads * TASK_NUMBERS
             first, count, first_out = tasks[entry + 1], tasks[entry + 2], tasks[entry + 3]
             table = int32s(tables + tasks[entry] * table_stride * 4)
             rows = count * shared
@@ -185,7 +185,7 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
                 if stop < context:
                     locate(int64s(ahead), pool, table, kv_head, stop, context)
                 elif following < all_tasks:
-                    entry = following // kv_heads * 4
+                    entry = following // kv_heads * TASK_NUMBERS
                     table = int32s(tables + tasks[entry] * table_stride * 4)
                     next_begin, next_context = extent(tasks, entry, positions, window)
                     locate(int64s(ahead), pool, table, following % kv_heads, next_begin, next_context)
