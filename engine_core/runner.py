@@ -19,6 +19,7 @@ from engine_core.batch import ForwardBatch, make_batch
 from engine_core.cpu.forward import CpuModel
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
+from engine_core.kernels import cpu_memory
 from engine_core.kernels.cpu_cache import has_kernels
 from engine_core.kv_size import choose_max_model_len, choose_num_blocks, pool_flag
 from engine_core.layers.held import mean_weight_bytes
@@ -151,6 +152,7 @@ def build_runner(
         max_model_len = choose_max_model_len(config, checkpoint.config)
         mode = choose_mode(config.weights, checkpoint.quantized, device)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
+        cpu_memory.weights().gather()
         weight_bytes = mean_weight_bytes(model)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
     if mode == "int8":

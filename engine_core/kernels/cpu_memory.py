@@ -1,7 +1,9 @@
-"""Memory for the CPU kernels: in huge pages where the system gives them to who asks.
+"""Memory for the CPU kernels: pages are taken when they are first written, and weights gathered into huge ones later.
 
-A core that streams through small pages has to look each of them up, which in a virtual machine can take longer than
-its data. Most matrices are smaller than a huge page, so they share regions.
+A core that streams weights through small pages has to look each of them up, which in a virtual machine can take longer
+than its data. But a huge page is cleared, and fetched from a machine's host, as a whole: weights would load a third
+slower, and requests' first KV, a few KiB in each of many arrays, is a tenth of an answer. So the system is told of the
+weights once they are there, and gathers them while the model is in use.
 """
 
 from __future__ import annotations
@@ -16,20 +18,18 @@ import torch
 
 CACHE_LINE = 64  # bytes
 HUGE_PAGE = 2**21  # bytes
-REGION = 32 * HUGE_PAGE
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+REGION = 32 * HUGE_PAGE  # of weights: most matrices are smaller than a huge page, so they share it
+_GATHER: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 
 
 def zeros(size: int) -> torch.Tensor:
-    """uint8 [size] from the start of a cache line on, so that no vector lies in two.
-
-    A page is taken only when it is first written.
-    """
-    return _arena().take(size)
+    """uint8 [size], aligned to pages."""
+    return _tensor(_map(size))[:size]
 
 
 @cache
-def _arena() -> Arena:
+def weights() -> Arena:
+    """Where packed weights lie."""
     return Arena()
 
 
@@ -39,26 +39,39 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)  # of the newest region
+        self._written: list[mmap.mmap] = []  # regions that have not been gathered yet
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size], zeros that nobody else has."""
-        if size > REGION // 2:
-            return _region(size)[:size]
+        """uint8 [size], zeros that nobody else has, from the start of a cache line on: no vector lies in two."""
         whole = -(-size // CACHE_LINE) * CACHE_LINE
         with self._lock:
+            if size > REGION // 2:
+                return self._region(size)[:size]
             if whole > len(self._free):
-                self._free = _region(REGION)
+                self._free = self._region(REGION)
             piece, self._free = self._free[:size], self._free[whole:]
         return piece
 
+    def gather(self) -> None:
+        """All of it is written: let the system move it to huge pages in its own time."""
+        with self._lock:
+            regions, self._written = self._written, []
+        if _GATHER is not None:
+            for pages in regions:
+                with contextlib.suppress(OSError):  # a system without huge pages
+                    pages.madvise(_GATHER)
 
-def _region(size: int) -> torch.Tensor:
-    """uint8 zeros, at least `size`, from the start of a huge page on if there are any."""
-    if _ADVICE is None:
-        memory = np.zeros(size + CACHE_LINE, np.uint8)
-        return torch.from_numpy(memory[-memory.ctypes.data % CACHE_LINE :])
-    pages = mmap.mmap(-1, size + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without huge pages
-        pages.madvise(_ADVICE)
+    def _region(self, size: int) -> torch.Tensor:
+        pages = _map(size)
+        self._written.append(pages)
+        return _tensor(pages)
+
+
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _tensor(pages: mmap.mmap) -> torch.Tensor:
+    """uint8, from where a huge page may start."""
     memory = np.frombuffer(pages, np.uint8)
     return torch.from_numpy(memory[-memory.ctypes.data % HUGE_PAGE :])

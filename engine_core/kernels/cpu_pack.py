@@ -15,9 +15,9 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from engine_core.kernels import cpu_memory
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_layout import BLOCK, CHUNK, WeightFormat
-from engine_core.kernels.cpu_memory import zeros
 from engine_core.kernels.cpu_team import cpu_team
 from engine_core.loader.weights import QuantizedWeight, Weight
 
@@ -70,7 +70,7 @@ def pack_floats(weight: torch.Tensor) -> PackedWeight:
 
 def _allocate(form: WeightFormat, rows: int, columns: int) -> PackedWeight:
     chunks, blocks = -(-rows // CHUNK), columns // BLOCK
-    data = zeros(chunks * blocks * form.block_bytes).view(chunks, blocks, form.block_bytes)
+    data = cpu_memory.weights().take(chunks * blocks * form.block_bytes).view(chunks, blocks, form.block_bytes)
     return PackedWeight(form, (rows, columns), data)
 
 

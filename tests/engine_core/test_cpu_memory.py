@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from engine_core.kernels.cpu_memory import CACHE_LINE, HUGE_PAGE, REGION, Arena
+import mmap
+
+import psutil
+import pytest
+
+from engine_core.kernels import cpu_memory
+from engine_core.kernels.cpu_memory import CACHE_LINE, HUGE_PAGE, REGION, Arena, zeros
 
 
 def test_pieces_are_aligned_zero_and_apart() -> None:
@@ -17,9 +23,39 @@ def test_pieces_are_aligned_zero_and_apart() -> None:
     assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
 
 
+def test_what_is_gathered_stays_as_it_is() -> None:
+    arena = Arena()
+    first, large = arena.take(100).fill_(1), arena.take(REGION).fill_(2)
+    arena.gather()
+    second = arena.take(100)
+    assert not second.any()
+    second.fill_(3)
+    arena.gather()
+    assert [piece.unique().tolist() for piece in (first, large, second)] == [[1], [2], [3]]
+
+
+def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for advice in (None, 1 << 20):  # one that Python does not know, one that the system refuses
+        monkeypatch.setattr(cpu_memory, "_GATHER", advice)
+        arena = Arena()
+        piece = arena.take(100).fill_(1)
+        arena.gather()
+        assert (piece == 1).all()
+
+
+def test_a_pool_takes_no_memory_until_it_is_written() -> None:
+    before = psutil.Process().memory_info().rss
+    pool = zeros(1 << 30)
+    pool[1 << 29] = 1
+    assert psutil.Process().memory_info().rss - before < 1 << 27
+    assert pool[:: 1 << 27].sum() == 1
+    assert pool.data_ptr() % mmap.PAGESIZE == 0
+
+
 def test_a_piece_outlives_its_arena() -> None:
     arena = Arena()
     first, second = arena.take(100).fill_(1), arena.take(100).fill_(2)
+    arena.gather()
     del arena
     assert (first == 1).all()
     assert (second == 2).all()
