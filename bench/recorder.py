@@ -26,7 +26,7 @@ from ipc.recorder.events import COMMIT, GPU, INTAKE, PUBLISH, SCHEDULE
 from ipc.recorder.nvtx import NvtxRecorder, profiler_attached
 from ipc.recorder.ring import Recorder, RingRecorder
 
-SHORTEST_STEP_US = 584.0
+GPU_STEP_US = 584.0
 REPEAT = 100_000
 
 
@@ -125,7 +125,7 @@ def main() -> None:
             before, after = (statistics.median(times[name]) for name in ("without", "with"))
             print(
                 f"{requests:>4} requests: {before:.1f} us a step without, {after:.1f} with: {after - before:+.1f} us, "
-                f"{(after - before) / SHORTEST_STEP_US:.2%} of a step of {SHORTEST_STEP_US:.0f} us"
+                f"{(after - before) / GPU_STEP_US:.2%} of a step of {GPU_STEP_US:.0f} us"
             )
 
 

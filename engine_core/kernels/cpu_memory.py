@@ -1,9 +1,9 @@
 """Memory for the CPU kernels: pages are taken when they are first written, and weights gathered into huge ones later.
 
 A core that streams weights through small pages has to look each of them up, which in a virtual machine can take longer
-than its data. But a huge page is cleared, and fetched from a machine's host, as a whole: weights would load a third
-slower, and requests' first KV, a few KiB in each of many arrays, is a tenth of an answer. So the system is told of the
-weights once they are there, and gathers them while the model is in use.
+than its data. But a huge page is cleared, and in a virtual machine fetched from its host, as a whole: a small model
+starts a third slower, and a request's KV, a few KiB in each of many arrays, costs it a tenth of its time. So the system
+is told of the weights once they are there, and gathers them while the model is in use.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def find_request(timeline: Timeline, wanted: str) -> set[int]:
         found = {request.id for request in timeline.requests if request.name and low <= request.name <= high}
         if found:
             return found
-    raise CliError(f"request {wanted!r} is not in the recording, which holds {len(timeline.requests)} requests")
+    count = len(timeline.requests)
+    raise CliError(f"request {wanted!r} is not in the recording, which holds {count} request{'s' * (count != 1)}")
 
 
 def lifetime(timeline: Timeline, only: set[int]) -> tuple[int, int]:
