@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ENOMEM
 
 import torch
 
@@ -13,9 +14,11 @@ SMALLER_STEPS = "lower --max-num-batched-tokens, --max-num-seqs or the KV pool (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the host or the GPU, whoever noticed it: torch's allocators, the driver, or a library."""
+    """Of the host or the GPU, whoever noticed it: torch's allocators, the system, the driver, or a library."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, OSError):  # mmap's
+        return error.errno == ENOMEM
     text = str(error).lower()
     words = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
     return isinstance(error, RuntimeError) and any(word in text for word in words)
@@ -26,7 +29,7 @@ def out_of_memory(what: str, remedy: str) -> Iterator[None]:
     """Turns an allocation failure, on the host or on the GPU, into a plain `UserError`."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(f"not enough memory for {what}; {remedy}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import weakref
 from functools import cache
 
 import numpy as np
@@ -39,7 +40,8 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)  # of the newest region
-        self._written: list[mmap.mmap] = []  # regions that have not been gathered yet
+        # Regions that have not been gathered yet. Those of a model that could not be loaded go with it.
+        self._written = weakref.WeakSet[mmap.mmap]()
 
     def take(self, size: int) -> torch.Tensor:
         """uint8 [size], zeros that nobody else has, from the start of a cache line on: no vector lies in two."""
@@ -55,7 +57,7 @@ class Arena:
     def gather(self) -> None:
         """All of it is written: let the system move it to huge pages in its own time."""
         with self._lock:
-            regions, self._written = self._written, []
+            regions, self._written = self._written, weakref.WeakSet()
         if _GATHER is not None:
             for pages in regions:
                 with contextlib.suppress(OSError):  # a system without huge pages
@@ -63,7 +65,7 @@ class Arena:
 
     def _region(self, size: int) -> torch.Tensor:
         pages = _map(size)
-        self._written.append(pages)
+        self._written.add(pages)
         return _tensor(pages)
 
 

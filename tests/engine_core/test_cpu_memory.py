@@ -7,8 +7,10 @@ import mmap
 import psutil
 import pytest
 
+from engine_core.errors import UserError
 from engine_core.kernels import cpu_memory
 from engine_core.kernels.cpu_memory import CACHE_LINE, HUGE_PAGE, REGION, Arena, zeros
+from engine_core.memory import out_of_memory
 
 
 def test_pieces_are_aligned_zero_and_apart() -> None:
@@ -59,3 +61,22 @@ def test_a_piece_outlives_its_arena() -> None:
     del arena
     assert (first == 1).all()
     assert (second == 2).all()
+
+
+def test_a_region_goes_with_its_last_piece() -> None:
+    arena, process = Arena(), psutil.Process()
+    before = process.memory_info().rss
+    for gathers in (False, True):  # a model that was not loaded to its end, and one that was
+        pieces = [arena.take(REGION).fill_(1) for _ in range(2)]
+        if gathers:
+            arena.gather()
+        assert process.memory_info().rss - before > 3 * REGION // 2
+        del pieces
+        assert process.memory_info().rss - before < REGION // 2
+
+
+def test_what_the_system_refuses_is_explained() -> None:
+    for allocate in (zeros, Arena().take):
+        explained = pytest.raises(UserError, match="not enough memory for all of it; take less")
+        with explained, out_of_memory("all of it", "take less"):
+            allocate(1 << 60)
