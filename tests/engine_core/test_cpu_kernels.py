@@ -305,10 +305,10 @@ def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(
 def test_what_half_precision_cannot_hold_becomes_its_largest() -> None:
     sequences = Sequences(spec(4, 2, 32, 16, None, torch.float16), [40])
     sequences.qkv[0][20:, 4:] *= 1e5
+    sequences.qkv[0][20:, :4] *= 1e-5  # scores near 1: K counts as V does, and float32 can tell another limit
     (out,) = sequences.attend([(0, 0, 40)])
-    assert out.isfinite().all()
-    # Scores reach some 100,000, where float32 is off by about 1e-2, and so are the weights that come of them.
-    assert error(out, sequences.expected(0)) < 2e-2
+    for rows in (slice(20), slice(20, 40)):
+        assert error(out[rows], sequences.expected(0)[rows]) < 2e-6
     sequences.qkv[0][3, 6] = math.nan
     (out,) = sequences.attend([(0, 0, 40)])
     assert out[3:, :64].isnan().all()
