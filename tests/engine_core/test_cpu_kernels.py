@@ -67,7 +67,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     """x as integer weights meet it, float64: multiples of each block's largest value / 127, halves to even."""
     blocks = x.view(x.shape[0], -1, 32)
     largest = blocks.abs().amax(2, keepdim=True)
-    integers = (blocks * (127 / largest).nan_to_num(0, 0, 0)).round()
+    inverse = torch.full_like(largest, 127) / largest  # torch takes `127 / largest` for a product, rounded twice
+    integers = (blocks * inverse.nan_to_num(0, 0, 0)).round()
     return ((largest * np.float32(1 / 127)).double() * integers.double()).flatten(1)
 
 
