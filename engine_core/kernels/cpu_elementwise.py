@@ -16,7 +16,7 @@ SMALL = 16_384  # values that one thread handles sooner than two could agree to 
 
 
 def supports(x: torch.Tensor) -> bool:
-    """Whether these kernels take `x` and others of its kind: float32 on the CPU, whole vectors of eight."""
+    """Whether these kernels take `x` and others of its kind: float32 on the CPU, whole vectors of 16."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[-1] % 16 == 0 and x.stride(-1) == 1
 
 

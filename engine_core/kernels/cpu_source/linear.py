@@ -44,9 +44,9 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
 
     Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, some blocks at a time. A
     thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
-    back: the processor itself fetches ahead only of such a stream, and stops at the end of each page. With
-    GATE the blocks that the thread will attend to come too, as attention alone would have to wait for them: a core asks
-    for some 16 cache lines at once and no more.
+    back: the processor itself fetches ahead only of such a stream, and stops at the end of each page. With GATE the
+    blocks that the thread will attend to come too, as attention alone would have to wait for them: a core asks for some
+    16 cache lines at once and no more.
     """
     form, vectors = WeightFormat(bits, minimum), CHUNK // LANES
     aside = result == GATE
