@@ -280,7 +280,18 @@ class Sequences:
 
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads", [(9, 3, 64, 16), (4, 4, 16, 32), (8, 1, 80, 16), (6, 2, 128, 64), (4, 2, 32, 16, 20)])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (9, 3, 64, 16),
+        (4, 4, 16, 32),
+        (8, 1, 80, 16),
+        (6, 2, 128, 64),
+        (7, 1, 96, 16),
+        (4, 2, 32, 16, 20),
+        (5, 1, 256, 32, 64),
+    ],
+)
 def test_attention_of_whole_prompts(heads: tuple[int, ...], pool: torch.dtype, threads: int) -> None:
     sequences = Sequences(spec(*heads[:4], *(heads[4:] or (None,)), pool), [1, 17, 64, 150])
     for i, out in enumerate(sequences.attend([(i, 0, n) for i, n in enumerate(sequences.lengths)])):
