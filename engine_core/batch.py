@@ -77,7 +77,7 @@ def make_batch(
 def _token_ids(rows: Sequence[ScheduledRow], pending: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
     ids: list[int] = []
     for row in rows:
-        known = row.request.known_ids(row.start, row.start + row.count)
+        known = row.request.known_ids(row.start, row.stop)
         ids += known
         if len(known) < row.count:
             ids.append(int(pending[row.request.slot]))
@@ -86,7 +86,7 @@ def _token_ids(rows: Sequence[ScheduledRow], pending: Sequence[int] | npt.NDArra
 
 def _block_tables(rows: Sequence[ScheduledRow], block_size: int) -> Int32Array:
     """[rows, widest], each row's blocks up to the one that holds its last token."""
-    widths = [-(-(row.start + row.count) // block_size) for row in rows]
+    widths = [-(-row.stop // block_size) for row in rows]
     tables = np.zeros((len(rows), max(widths, default=0)), np.int32)
     for i, (row, width) in enumerate(zip(rows, widths, strict=True)):
         tables[i, :width] = row.request.block_ids[:width]

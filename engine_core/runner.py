@@ -110,7 +110,7 @@ class ModelRunner:
         tokens = StepTokens([])
         if sampling:
             requests = [row.request for row in sampling]
-            positions = [row.start + row.count - row.request.num_prompt_tokens for row in sampling]
+            positions = [row.stop - row.request.num_prompt_tokens for row in sampling]
             tokens = self.sampler.sample(logits, requests, positions, best)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
         for index, row in scored:

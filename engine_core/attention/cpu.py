@@ -18,7 +18,6 @@ from engine_core.kernels.cpu_elementwise import fixed_point
 from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS, TASK_NUMBERS
 from engine_core.kernels.cpu_team import cpu_team
 
-FETCHED = 3 << 18  # bytes of KV that stay in a core's second-level cache until they are needed
 SMALL = 65_536  # products of queries and keys that one thread computes sooner than two could agree to share them
 
 
@@ -35,8 +34,6 @@ class CpuAttention:
         self._write_kernel = kernel("attention:write", half)
         self.cache = torch.empty(0)
         self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
-        block = spec.num_kv_heads * spec.block_size * spec.head_dim
-        self.block_bytes = block * spec.pool_dtype.itemsize  # of K or V
         self._tasks = self._chosen = np.empty((0, TASK_NUMBERS), np.int64)
 
     @staticmethod
@@ -100,19 +97,6 @@ class CpuAttention:
         tasks[:, 1], tasks[:, 3] = tokens, np.arange(len(tokens))
         self._chosen = _longest_first(tasks, batch.positions.numpy())
         return _step_args(self._chosen, batch)
-
-    def fetch_args(self, batch: ForwardBatch) -> tuple[int, ...]:
-        """As `step_args` if the blocks of the next layer are worth fetching early: if each row has one query token,
-        which makes little work of many blocks. Two threads each know which half they will attend to, more do not; and
-        with windows, most of a row's blocks may lie before them."""
-        single = batch.num_rows == len(batch.positions)
-        few = torch.get_num_threads() <= 2 and not any(self.spec.windows)
-        return self.step_args(batch) if single and few else (0,) * 5
-
-    def fetched(self, layer: int) -> tuple[int, ...]:
-        """What else the fetching kernel is told: K, V, positions and bytes of a block, and how many halves of blocks
-        are fetched at most."""
-        return *self.pools[layer], self.spec.block_size, self.block_bytes, FETCHED // self.block_bytes
 
     def layer_args(self, layer: int, q: int, q_stride: int, out: int) -> tuple[int, ...]:
         """The other arguments of `attend`, the same in all steps as long as the addresses `q` and `out` are."""

@@ -22,7 +22,7 @@ import torch
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
-from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, FETCH_STEP, GATHER_INDEX, NORM_INDEX, Stages
+from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, GATHER_INDEX, NORM_INDEX, Stages
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_program import ROWS, Program
 from engine_core.layers.embedding import QuantizedEmbedding
@@ -82,7 +82,6 @@ class CpuModel:
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
         args[self._attends, ATTEND_STEP] = attend = self._attention.step_args(batch)
         args[self._chosen + 1, ATTEND_STEP] = attend if whole else self._attention.chosen_args(batch)
-        args[self._fetches, FETCH_STEP] = self._attention.fetch_args(batch)
         self._program.run()
         return self._hidden[:left], self._logits[:rows, : self._model.config.vocab_size], self._best[:rows]
 
@@ -100,7 +99,7 @@ class CpuModel:
         model, head = self._model, _packed(self._model.lm_head)
         layers = [_linears(layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp) for layer in model.layers]
         stages = Stages(model.config, [linear for linears in layers for linear in linears], capacity)
-        launches, enters, attends, fetches = stages.launches, list[int](), list[int](), list[int]()
+        launches, enters, attends = stages.launches, list[int](), list[int]()
         embedding = model.embedding
         self._embeds = isinstance(embedding, QuantizedEmbedding) and stages.embed(embedding.weight)
         for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, layers, strict=True)):
@@ -115,16 +114,14 @@ class CpuModel:
                 attends.append(len(launches))
             stages.attend(index, self._attention, output)
             stages.norm(layer.post_attention_norm, gate_up)
-            if gate_up.rounds and down.rounds and layer is not model.layers[-1]:
-                fetches.append(len(launches))
-            stages.mlp(gate_up, down, self._attention.fetched((index + 1) % len(layers)))
+            stages.mlp(gate_up, down)
         self._head = len(launches)
         stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
         stages.product(head, out=logits)
         best = torch.empty(logits_rows, dtype=torch.int64)
         stages.argmax(logits, model.config.vocab_size, best)
-        self._enters, self._attends, self._fetches = _every(enters), _every(attends), _every(fetches)
+        self._enters, self._attends = _every(enters), _every(attends)
         self._rows = (0, 0, 0, 0)
         self._stages, self._program = stages, Program(launches)
         self._capacity, self._hidden, self._logits, self._best = capacity, stages.total, logits, best
@@ -132,11 +129,9 @@ class CpuModel:
 
 def _every(numbers: list[int]) -> slice:
     """The same as a slice: launches of one kind are as far apart in all layers."""
-    if not numbers:
-        return slice(0)
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    assert numbers == list(range(numbers[0], numbers[-1] + 1, step))
-    return slice(numbers[0], numbers[-1] + 1, step)
+    if len(numbers) < 2:
+        return slice(numbers[0], numbers[0] + 1) if numbers else slice(0)
+    return slice(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0])
 
 
 def _qk_norms(attention: object) -> tuple[RMSNorm, RMSNorm] | None:

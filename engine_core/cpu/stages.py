@@ -21,7 +21,6 @@ NEW = 0  # in the place of what each step sets
 NORM_INDEX = 14
 EMBED_IDS = GATHER_INDEX = 2
 ENTER_STEP = ATTEND_STEP = slice(1, 6)
-FETCH_STEP = slice(10, 15)
 
 
 class Stages:
@@ -70,15 +69,11 @@ class Stages:
         given = (NEW, self._results.data_ptr(), self._width, self._bias)
         self._add(kernel("elementwise:add"), (*given, total, hidden))
 
-    def mlp(self, gate_up: PackedLinear, down: PackedLinear, fetched: tuple[int, ...]) -> None:
-        """SiLU of the first half of `gate_up` times the second, through `down`, added to the total.
-
-        With integer weights this begins with a launch that may fetch KV blocks; `fetched` is what `CpuAttention` says
-        of them.
-        """
+    def mlp(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """SiLU of the first half of `gate_up` times the second, through `down`, added to the total."""
         if gate_up.rounds and down.rounds:
             inputs, gated = self._inputs.data_ptr(), self._gated.data_ptr()
-            self._add(*gate_up.gated_product(NEW, inputs, down, gated, (*[NEW] * 5, *fetched)), least=1)
+            self._add(*gate_up.gated_product(NEW, inputs, down, gated), least=1)
         else:
             self.product(gate_up)
             given = (NEW, self._results.data_ptr(), self._width, self._bias, down.in_features)

@@ -193,8 +193,7 @@ class CudaRunner:
 
         logits = self.model.logits(self.model.forward(x, attend))
         self.sampling.draw(logits, inputs.slots, inputs.lengths, inputs.turn, needs)
-        if stamp is not None:
-            triton_step.end_step(stamp)
+        triton_step.end_step(stamp)
 
     # --- a step with prompt tokens in it ----------------------------------------------------------------
 
@@ -228,8 +227,7 @@ class CudaRunner:
         if sampling:
             logits = self.model.logits(hidden.index_select(0, device.logits_rows))
             self.sampling.draw(logits, device.logits_slots, device.logits_lengths, device.turn, needs)
-        if stamp is not None:
-            triton_step.end_step(stamp)
+        triton_step.end_step(stamp)
         return needs
 
     def _mixed_step(self, inputs: MixedInputs, size: MixedSize, needs: Needs) -> None:
@@ -240,8 +238,7 @@ class CudaRunner:
         hidden = self.model.forward(x, lambda layer, qkv: self._attend_mixed(layer, qkv, (), host, inputs))
         logits = self.model.logits(hidden.index_select(0, inputs.logits_rows))
         self.sampling.draw(logits, inputs.logits_slots, inputs.logits_lengths, inputs.turn, needs)
-        if stamp is not None:
-            triton_step.end_step(stamp)
+        triton_step.end_step(stamp)
 
     def _attend_mixed(
         self,

@@ -12,7 +12,6 @@ X_GROUP = 8  # rows of rounded inputs whose blocks lie side by side: the first o
 X_STEP = X_GROUP * X_BLOCK_BYTES  # from one block of a row to its next
 TASK_ROWS = 4  # rows in a task of what is done row by row: the blocks of as many fill whole cache lines
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: it lies in memory, is added to what does, or SiLU(half) * half
-ASIDE_LINES = 3  # cache lines of KV that a tile of a product fetches with each block of inputs
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention
 TASK_NUMBERS = 4  # of a task of attention: batch row, first query token, how many, first row of the result

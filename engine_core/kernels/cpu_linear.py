@@ -67,15 +67,9 @@ class PackedLinear:
         """Of integer weights: product and bias are added to `total` [rows, out_features]."""
         return self._integers(ADD, rows, x, total, stride, 0, self.bias)
 
-    def gated_product(
-        self, rows: int, x: int, consumer: PackedLinear, out: int, fetched: tuple[int, ...]
-    ) -> tuple[int, tuple[int, ...]]:
-        """Of integer weights: SiLU of the first half times the second, rounded for `consumer`.
-
-        `fetched` tells what comes to the cache meanwhile: the kernel's last arguments.
-        """
-        code, args = self._integers(GATE, rows, x, out, consumer._blocks, consumer.weight.form.offset, self.bias)
-        return code, (*args, *fetched)
+    def gated_product(self, rows: int, x: int, consumer: PackedLinear, out: int) -> tuple[int, tuple[int, ...]]:
+        """Of integer weights: SiLU of the first half times the second, rounded for `consumer`."""
+        return self._integers(GATE, rows, x, out, consumer._blocks, consumer.weight.form.offset, self.bias)
 
     def _integers(
         self, result: int, rows: int, x: int, out: int, stride: int, offset: int, bias: torch.Tensor | None = None

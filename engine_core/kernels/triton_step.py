@@ -23,6 +23,11 @@ class Stamp(NamedTuple):
 
 
 @triton.jit
+def _write_down(times, turn, times_stride, WHICH: tl.constexpr):
+    tl.store(times + tl.load(turn) * times_stride + WHICH, globaltimer())
+
+
+@triton.jit
 def _begin(
     slots,
     lengths,
@@ -43,7 +48,7 @@ def _begin(
     i = tl.program_id(0)
     if STAMP:
         if i == 0:
-            tl.store(times + tl.load(turn) * times_stride, globaltimer())
+            _write_down(times, turn, times_stride, 0)
     slot = tl.load(slots + i)
     block = tl.load(new_blocks + i)
     if block >= 0:
@@ -109,7 +114,7 @@ def _embed(
     i = tl.program_id(0).to(tl.int64)
     if STAMP:
         if i == 0:
-            tl.store(times + tl.load(turn) * times_stride, globaltimer())
+            _write_down(times, turn, times_stride, 0)
     token = tl.load(ids + i)
     if token < 0:
         token = tl.load(last_tokens + tl.load(token_slots + i))
@@ -149,10 +154,11 @@ def embed(
 def _end(times, turn, times_stride, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
-    tl.store(times + tl.load(turn) * times_stride + 1, globaltimer())
+    _write_down(times, turn, times_stride, 1)
 
 
-def end_step(stamp: Stamp) -> None:
+def end_step(stamp: Stamp | None) -> None:
     """All of the step has been launched."""
-    pdl = chained(stamp.times.device)
-    _end[(1,)](stamp.times, stamp.turn, stamp.times.stride(0), pdl, num_warps=1, launch_pdl=pdl)
+    if stamp is not None:
+        pdl = chained(stamp.times.device)
+        _end[(1,)](stamp.times, stamp.turn, stamp.times.stride(0), pdl, num_warps=1, launch_pdl=pdl)

@@ -26,7 +26,7 @@ from engine_core.kernels.cpu_source.compiler import (
     stack,
 )
 from engine_core.kernels.cpu_source.pool import key_writer, value_writer
-from engine_core.kernels.cpu_source.scores import score_tile, value_tile
+from engine_core.kernels.cpu_source.scores import score_tiles, tile_rows, value_tiles
 from engine_core.kernels.cpu_source.vector import (
     LANES,
     add_rows,
@@ -136,17 +136,15 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
     """Arguments: counter, num_tasks, tasks, positions, block_tables, table_stride, q, q_stride, out, keys, values,
     heads, kv_heads, head_dim, block_size, scale * 2^60, window.
 
-    `tasks` is int64 [num_tasks, TASK_NUMBERS]: the batch row, its first query token, how many of them, and the row of
-    `out` for the first. Each stands for one task per KV head. `wide` is how many vectors of 16 floats a row of a tile
-    has at most; `half`: the pool is in half precision.
+    `tasks` is int64 [num_tasks, TASK_NUMBERS]: the batch row, its first query token, how many of them, and the row
+    of `out` for the first. Each stands for one task per KV head. `wide` is how many vectors of 16 floats a row of a
+    tile has at most; `half`: the pool is in half precision.
 
     A thread knows its next task before it begins one, so that what comes next is always fetched while something else
     is computed: V with the scores, K with the sums. Blocks lie anywhere in the pool, so the processor cannot know.
     """
-    score1, score2, score3, score4, score6 = (score_tile(rows, wide, half) for rows in (1, 2, 3, 4, 6))
-    wide1, wide2, wide3, wide4, wide6 = (value_tile(rows, wide, half) for rows in (1, 2, 3, 4, 6))
     item = 2 if half else 4
-    value1, value2, value3, value4, value6 = (value_tile(rows, 1, half) for rows in (1, 2, 3, 4, 6))
+    score, wide_sum, narrow_sum = score_tiles(wide, half), value_tiles(wide, half), value_tiles(1, half)
 
     def kernel(args: Any) -> None:
         num_tasks, tasks, positions, tables = args[1], int64s(args[2]), int64s(args[3]), args[4]
@@ -195,21 +193,9 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
                     r = 0
                     while r < rows:
                         a, c = q_at + r * dim * 4, scores_at + (r * CONTEXT + group * GROUP) * 4
-                        if rows - r >= 6:
-                            score6(a, dim, k_at, step, v_at, c, CONTEXT)
-                            r += 6
-                        elif rows - r >= 4:
-                            score4(a, dim, k_at, step, v_at, c, CONTEXT)
-                            r += 4
-                        elif rows - r >= 3:
-                            score3(a, dim, k_at, step, v_at, c, CONTEXT)
-                            r += 3
-                        elif rows - r >= 2:
-                            score2(a, dim, k_at, step, v_at, c, CONTEXT)
-                            r += 2
-                        else:
-                            score1(a, dim, k_at, step, v_at, c, CONTEXT)
-                            r += 1
+                        number = tile_rows(rows - r)
+                        score(number, a, dim, k_at, step, v_at, c, CONTEXT)
+                        r += number
                 for r in range(rows):  # softmax so far
                     known = positions[first + r // shared] + 1 - start
                     unseen, s_at = larger(known - window, 0), scores_at + r * CONTEXT * 4
@@ -233,36 +219,12 @@ def attend(wide: int, half: bool) -> Callable[[Any], None]:
                         r, v, k = 0, v_at + d * item, k_at + d * step
                         while r < rows:
                             a, c = scores_at + (r * CONTEXT + group * GROUP) * 4, total_at + (r * dim + d) * 4
-                            if rows - r >= 6:
-                                if whole:
-                                    wide6(a, CONTEXT, v, dim, used, c, k, step)
-                                else:
-                                    value6(a, CONTEXT, v, dim, used, c, k, step)
-                                r += 6
-                            elif rows - r >= 4:
-                                if whole:
-                                    wide4(a, CONTEXT, v, dim, used, c, k, step)
-                                else:
-                                    value4(a, CONTEXT, v, dim, used, c, k, step)
-                                r += 4
-                            elif rows - r >= 3:
-                                if whole:
-                                    wide3(a, CONTEXT, v, dim, used, c, k, step)
-                                else:
-                                    value3(a, CONTEXT, v, dim, used, c, k, step)
-                                r += 3
-                            elif rows - r >= 2:
-                                if whole:
-                                    wide2(a, CONTEXT, v, dim, used, c, k, step)
-                                else:
-                                    value2(a, CONTEXT, v, dim, used, c, k, step)
-                                r += 2
+                            number = tile_rows(rows - r)
+                            if whole:
+                                wide_sum(number, a, CONTEXT, v, dim, used, c, k, step)
                             else:
-                                if whole:
-                                    wide1(a, CONTEXT, v, dim, used, c, k, step)
-                                else:
-                                    value1(a, CONTEXT, v, dim, used, c, k, step)
-                                r += 1
+                                narrow_sum(number, a, CONTEXT, v, dim, used, c, k, step)
+                            r += number
                         d += wide * GROUP if whole else GROUP
                 here, ahead = ahead, here
             for r in range(rows):

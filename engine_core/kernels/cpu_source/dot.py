@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import ASIDE_LINES, BLOCK, CHUNK, X_BLOCK_BYTES, X_STEP, WeightFormat
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, X_STEP, WeightFormat
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.rounding import MAGIC, MAGIC_BITS, SCALE, SCALED_SUM, START
 from engine_core.kernels.cpu_source.tile import Emit
@@ -30,22 +30,21 @@ _HALVES = ir.VectorType(_F16, LANES)
 VI32, VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 
 
-def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str = "", aside: bool = False) -> Any:
+def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str = "") -> Any:
     """An intrinsic that computes `rows` x `16 * vectors` outputs of a linear layer.
 
-    `tile(x, weights, panel, begin, end, sums, fetch, other)`: addresses and blocks. Adds the blocks from `begin` to
-    `end` to `sums` [rows, 16 * vectors], or to 0 if they are the first. `x` is the first of rounded rows of one group,
-    `weights` points at a chunk of a `PackedWeight`.
+    `tile(x, weights, panel, begin, end, sums, fetch)`: addresses and blocks. Adds the blocks from `begin` to `end` to
+    `sums` [rows, 16 * vectors], or to 0 if they are the first. `x` is the first of rounded rows of one group, `weights`
+    points at a chunk of a `PackedWeight`.
 
     Tiles of other rows with the same weights need not unpack them again: one that is to "write" the panel leaves them
     there, `panel_bytes` for each block, and one that is to "read" it takes them from there. Then each of the two has
     half a block at `fetch` come from memory with each block that it computes; a tile that works alone, a whole one.
-    With `aside`, `ASIDE_LINES` at `other` come too.
     """
     fetched = form.block_bytes // 2 if panel else form.block_bytes
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, weights, panel_start, begin, end, out, fetch, other = values
+        x, weights, panel_start, begin, end, out, fetch = values
         e = Emit(builder)
         total = e.accumulators(rows, vectors, LANES)
         with builder.if_then(builder.icmp_signed(">", begin, e.const(0))):
@@ -60,14 +59,11 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
             source = unpacked if panel == "read" else packed
             sums = [[_first_sum(e, form, x_block, m, width)] * vectors for m in range(rows)]
             fetch_block = builder.add(fetch, builder.mul(number, e.const(fetched)))
-            other_lines = builder.add(other, builder.mul(number, e.const(ASIDE_LINES * CACHE_LINE)))
             lines = range(0, fetched, CACHE_LINE)
             at_once = -(-len(lines) * STEP // BLOCK)
             for at, integers in source.integers():
                 for line in lines[at // STEP * at_once :][:at_once]:  # evenly: what is asked for at once has to queue
                     e.prefetch(fetch_block, line, near=False)
-                if aside and at // STEP < ASIDE_LINES:
-                    e.prefetch(other_lines, at // STEP * CACHE_LINE, near=False)
                 if panel == "write":
                     unpacked.keep_integers(at, integers)
                 for m in range(rows):
@@ -83,8 +79,8 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing_context, x, weights, panel, begin, end, sums, fetch, other):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 8), codegen
+    def tile(typing_context, x, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 7), codegen
 
     return tile
 

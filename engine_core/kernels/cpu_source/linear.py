@@ -9,19 +9,17 @@ import numba
 
 from engine_core.kernels.cpu_layout import (
     ADD,
-    ASIDE_LINES,
     CHUNK,
     GATE,
     GROUP,
     STORE,
-    TASK_NUMBERS,
     TASK_ROWS,
     X_BLOCK_BYTES,
     X_STEP,
     WeightFormat,
 )
 from engine_core.kernels.cpu_memory import CACHE_LINE
-from engine_core.kernels.cpu_source.compiler import choose_side, int32s, int64s, next_task, smaller, stack
+from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
 from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_row, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
@@ -35,24 +33,17 @@ ROW_BYTES = CHUNK * 4  # of sums
 
 
 def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Callable[[Any], None]:
-    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset; for GATE also the
-    attention whose KV blocks are fetched: num_tasks, tasks, positions, block_tables, table_stride as `attend` has them,
-    of one query token each; keys, values, block_size, bytes of a block in each, and how many of these at most.
+    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset.
 
     `result`: STORE in `out`; ADD to it, the bias first; or GATE: SiLU of the product's first half, with the bias, times
     the second, rounded for the next product in `out`, whose rows have `out_stride` blocks.
 
     Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, some blocks at a time. A
     thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
-    back: the processor itself fetches ahead only of such a stream, and stops at the end of each page. With GATE the
-    blocks that the thread will attend to come too, as attention alone would have to wait for them: a core asks for some
-    16 cache lines at once and no more.
+    back: the processor itself fetches ahead only of such a stream, and stops at the end of each page.
     """
     form, vectors = WeightFormat(bits, minimum), CHUNK // LANES
-    aside = result == GATE
-    alone1, alone2, alone4, alone8 = (dot_tile(form, rows, vectors, width, "", aside) for rows in (1, 2, 4, 8))
-    first2, first4, first8 = (dot_tile(form, rows, vectors, width, "write", aside) for rows in (2, 4, 8))
-    other1, other2, other4, other8 = (dot_tile(form, rows, vectors, width, "read", aside) for rows in (1, 2, 4, 8))
+    alone, first, other = (_tiles(form, vectors, width, use) for use in ("", "write", "read"))
     block_bytes, panel_size = form.block_bytes, panel_bytes(vectors)
     half = block_bytes // 2
 
@@ -65,18 +56,17 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
         sums = panel + FEW_PANEL * panel_size
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         side = choose_side(args)
-        kv_row, half_number, fetched, other, other_end = 0, 0, 0, panel, panel
         task = next_task(args, side, tasks)
         while task < tasks:
             following = next_task(args, side, tasks)
             place, first_row = task % chunks, task // chunks * ROWS
             last_row = smaller(rows, first_row + ROWS)
             all_rows = last_row - first_row
-            alone = all_rows == 8 or all_rows == 4 or all_rows <= 2
+            single = all_rows == 8 or all_rows == 4 or all_rows <= 2  # one tile has them all
             if result != GATE:
                 for row in range(first_row, last_row):
                     expect_row(out + row * out_stride * 4 + place * ROW_BYTES, ROW_BYTES // CACHE_LINE)
-            size = blocks if alone else FEW_PANEL if all_rows <= FEW else PANEL
+            size = blocks if single else FEW_PANEL if all_rows <= FEW else PANEL
             for part in range(parts):
                 chunk, ahead = place + part * chunks, place + (part + 1) * chunks
                 if part + 1 == parts:
@@ -91,38 +81,12 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
                         left = last_row - row
                         count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
                         xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + row - first_row) * ROW_BYTES
-                        if aside and other >= other_end:
-                            other = other_end = panel  # anything that is near
-                            if kv_row < args[10] // 2 and fetched < args[19]:
-                                other, last = half_block(args, side, kv_row, half_number)
-                                other_end, fetched = other + args[18], fetched + 1
-                                kv_row, half_number = (kv_row + 1, 0) if last else (kv_row, half_number + 1)
-                        if alone:
-                            if count == 8:
-                                alone8(xr, w, panel, begin, end, o, fetch, other)
-                            elif count == 4:
-                                alone4(xr, w, panel, begin, end, o, fetch, other)
-                            elif count == 2:
-                                alone2(xr, w, panel, begin, end, o, fetch, other)
-                            else:
-                                alone1(xr, w, panel, begin, end, o, fetch, other)
+                        if single:
+                            alone(count, xr, w, panel, begin, end, o, fetch)
                         elif row == first_row:
-                            if count == 8:
-                                first8(xr, w, panel, begin, end, o, fetch, other)
-                            elif count == 4:
-                                first4(xr, w, panel, begin, end, o, fetch, other)
-                            else:
-                                first2(xr, w, panel, begin, end, o, fetch, other)
+                            first(count, xr, w, panel, begin, end, o, fetch)
                         else:
-                            if count == 8:
-                                other8(xr, w, panel, begin, end, o, fetch, other)
-                            elif count == 4:
-                                other4(xr, w, panel, begin, end, o, fetch, other)
-                            elif count == 2:
-                                other2(xr, w, panel, begin, end, o, fetch, other)
-                            else:
-                                other1(xr, w, panel, begin, end, o, fetch, other)
-                        other += (end - begin) * ASIDE_LINES * CACHE_LINE
+                            other(count, xr, w, panel, begin, end, o, fetch)
                         fetch += (end - begin) * half
                         if fetch >= fetch_end:
                             fetch = panel  # anything that is near
@@ -134,15 +98,22 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
     return kernel
 
 
-@numba.njit(inline="always")
-def half_block(args, side, row, number):  # type: ignore[no-untyped-def]
-    """Where K or V of a block is that one of the rows at the front or the back attends to, and whether it is the last.
+def _tiles(form: WeightFormat, vectors: int, width: int, use: str) -> Any:
+    """A function that is a `dot_tile` of 8, 4, 2 or 1 rows, whose number is its first argument."""
+    one, two, four, eight = (dot_tile(form, rows, vectors, width, use) for rows in (1, 2, 4, 8))
 
-    `args` as in `integers`; K and V of a block have numbers one after the other.
-    """
-    task = int64s(args[11] + (args[10] - 1 - row if side else row) * TASK_NUMBERS * 8)
-    table, position = int32s(args[13] + task[0] * args[14] * 4), int64s(args[12])[task[1]]
-    return args[15 + number % 2] + table[number // 2] * args[18], (number + 1) // 2 * args[17] > position
+    @numba.njit(inline="always")
+    def tile(count, x, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+        if count == 8:
+            eight(x, weights, panel, begin, end, sums, fetch)
+        elif count == 4:
+            four(x, weights, panel, begin, end, sums, fetch)
+        elif count == 2:
+            two(x, weights, panel, begin, end, sums, fetch)
+        else:
+            one(x, weights, panel, begin, end, sums, fetch)
+
+    return tile
 
 
 def _finish(result: int) -> Any:

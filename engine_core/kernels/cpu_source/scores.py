@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.ir as ir
+import numba
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -88,6 +89,52 @@ def value_tile(rows: int, groups: int, half: bool) -> Any:
     @intrinsic
     def tile(typing_context, weights, weights_stride, values, dim, count, sums, keys, step):  # type: ignore[no-untyped-def]
         return types.void(*[types.int64] * 8), codegen
+
+    return tile
+
+
+@numba.njit(inline="always")
+def tile_rows(left):  # type: ignore[no-untyped-def]
+    """How many of the rows that are left make the next tile."""
+    return 6 if left >= 6 else 4 if left >= 4 else left
+
+
+def score_tiles(groups: int, half: bool) -> Any:
+    """A function that is a `score_tile` of `tile_rows`, whose number is its first argument."""
+    one, two, three, four, six = (score_tile(rows, groups, half) for rows in (1, 2, 3, 4, 6))
+
+    @numba.njit(inline="always")
+    def tile(count, queries, dim, keys, step, values, scores, scores_stride):  # type: ignore[no-untyped-def]
+        if count == 6:
+            six(queries, dim, keys, step, values, scores, scores_stride)
+        elif count == 4:
+            four(queries, dim, keys, step, values, scores, scores_stride)
+        elif count == 3:
+            three(queries, dim, keys, step, values, scores, scores_stride)
+        elif count == 2:
+            two(queries, dim, keys, step, values, scores, scores_stride)
+        else:
+            one(queries, dim, keys, step, values, scores, scores_stride)
+
+    return tile
+
+
+def value_tiles(groups: int, half: bool) -> Any:
+    """A function that is a `value_tile` of `tile_rows`, whose number is its first argument."""
+    one, two, three, four, six = (value_tile(rows, groups, half) for rows in (1, 2, 3, 4, 6))
+
+    @numba.njit(inline="always")
+    def tile(count, weights, weights_stride, values, dim, used, sums, keys, step):  # type: ignore[no-untyped-def]
+        if count == 6:
+            six(weights, weights_stride, values, dim, used, sums, keys, step)
+        elif count == 4:
+            four(weights, weights_stride, values, dim, used, sums, keys, step)
+        elif count == 3:
+            three(weights, weights_stride, values, dim, used, sums, keys, step)
+        elif count == 2:
+            two(weights, weights_stride, values, dim, used, sums, keys, step)
+        else:
+            one(weights, weights_stride, values, dim, used, sums, keys, step)
 
     return tile
 
