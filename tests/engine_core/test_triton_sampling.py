@@ -86,6 +86,12 @@ class Rig:
         return read_records(self.sampler.results.logprobs[2, : len(counts)].cpu().numpy(), counts)
 
 
+def distinct_logits(rows: int, vocab: int, scale: float) -> torch.Tensor:
+    """Normal numbers in each row, no two of them equal or nearly so: in random order, one of each quantile."""
+    ranks = torch.rand(rows, vocab).argsort(1)
+    return torch.special.ndtri((ranks + 0.25 + 0.5 * torch.rand(rows, vocab).double()) / vocab).float() * scale
+
+
 def kept(logits: torch.Tensor, settings: Sequence[dict[str, object]]) -> list[list[int]]:
     """The ids before the cut of each row of `logits`."""
     rig = Rig(logits.shape[1], len(settings))
@@ -126,18 +132,22 @@ CUTS: list[dict[str, float]] = [
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 30.0])
 def test_the_tokens_kept_are_those_of_transformers(vocab: int, temperature: float) -> None:
-    logits = torch.randn(len(CUTS), vocab) * 3.0
+    logits = distinct_logits(len(CUTS), vocab, 3.0)
     logits[:, torch.randperm(vocab)[: vocab // 10]] = -INF
     ours = kept(logits, [{"temperature": temperature, **cut} for cut in CUTS])
     for row, ids, cut in zip(logits, ours, CUTS, strict=True):
         top_k = int(cut.get("top_k", 0))
         expected = reference_probabilities(row, temperature, cut.get("min_p", 0.0), top_k, cut.get("top_p", 1.0))
         disputed = set(np.flatnonzero(expected).tolist()).symmetric_difference(ids)
-        # Sums are of float32: tokens at which they equal top_p to 1e-6, if tiny several, may fall on either side.
+        # Sums are of float32: tokens at which they equal top_p to 1e-6, if tiny several, may fall on either side. One
+        # that is just as likely as min_p says may, too.
         before = reference_probabilities(row, temperature, cut.get("min_p", 0.0), top_k, 1.0)
+        uncut = reference_probabilities(row, temperature, 0.0, 0, 1.0)
         for token in disputed:
             ahead = before[before > before[token]].sum(dtype=np.float64)
-            assert ahead == pytest.approx(cut.get("top_p", 2.0), abs=2e-6), (cut, token)
+            at_top_p = ahead == pytest.approx(cut.get("top_p", 2.0), abs=2e-6)
+            at_min_p = uncut[token] / uncut.max() == pytest.approx(cut.get("min_p", 2.0), rel=1e-5)
+            assert at_top_p or at_min_p, (cut, token)
 
 
 def test_equal_logits_are_kept_by_id() -> None:
@@ -174,7 +184,7 @@ def test_equal_logits_are_kept_by_id() -> None:
 
 def test_logits_of_any_size_are_cut() -> None:
     vocab = 1000
-    logits = torch.randn(6, vocab)
+    logits = distinct_logits(6, vocab, 1.0)
     logits[0] *= 1e30
     logits[1] *= 1e-30
     logits[2, 7] = -3e38
@@ -238,7 +248,7 @@ def test_edits_are_those_of_the_host(vocab: int) -> None:
             else:
                 host.apply(expected, position, request.output_ids[: max(position - 1, 0)])
                 np.testing.assert_allclose(edited[index].numpy(), expected, rtol=1e-6, atol=1e-6)
-                assert tokens[index] == int(expected.argmax())
+                assert tokens[index] == int(edited[index].numpy().argmax())
             host.took(position, tokens[index])
             request.output_ids.append(tokens[index])
 
@@ -349,6 +359,7 @@ def test_tokens_do_not_depend_on_the_batch_nor_on_the_variant_of_the_step() -> N
 @pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 1.0, "top_k": 6, "top_p": 0.9}])
 def test_draws_follow_the_exact_distribution(sampling: dict[str, float]) -> None:
     vocab, rows = 257, 4000 if GPU else 100
+    torch.manual_seed(5)  # the same in each run: a bound that no fresh draw can break would see little
     logits = torch.full((vocab,), -INF)
     logits[torch.randperm(vocab)[:12]] = torch.randn(12)
     rig = Rig(vocab, rows)
