@@ -110,7 +110,7 @@ class Steps:
             ids = row.request.known_ids(0, row.stop)
             expected = self.reference(torch.tensor([ids])).logits[0, -1]
             assert float((logits - expected).abs().max()) < 1e-4
-            assert token == int(expected.argmax())
+            assert token == int(logits.argmax())  # not of `expected`, whose two largest may be as near as that
             row.request.output_ids.append(token)
         return tokens
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from engine_core.build import build_engine
@@ -75,10 +73,8 @@ def test_without_a_device_there_is_nothing_to_profile() -> None:
 
 
 def test_wrong_steps_are_told_before_a_model_is_loaded() -> None:
-    begin = time.monotonic()
-    with pytest.raises(UserError, match="--profile-steps"):
+    with pytest.raises(UserError, match="--profile-steps"):  # and not that there is no such model
         build_engine(EngineConfig(model="/nonexistent", profile_steps="9:3"))
-    assert time.monotonic() - begin < 5.0
 
 
 def test_the_loop_answers_whoever_asked_and_nobody_for_a_forged_index() -> None:
