@@ -33,13 +33,10 @@ def tiny(tiny_path: Path) -> Iterator[AsyncLLM]:
 
 
 async def assert_becomes_idle(llm: AsyncLLM) -> None:
-    stats = await llm.stats()
-    for _ in range(200):
-        if stats.running == stats.waiting == 0:
-            break
+    end = time.monotonic() + 60
+    while (stats := await llm.stats()).running or stats.waiting:
+        assert time.monotonic() < end, stats
         await asyncio.sleep(0.01)
-        stats = await llm.stats()
-    assert stats.running == stats.waiting == 0
     assert stats.kv_blocks_free + stats.kv_blocks_cached == stats.kv_blocks_total
     assert not llm._mailboxes
 
@@ -88,11 +85,14 @@ async def test_tasks_cancelled_at_any_time_leave_nothing(tiny: AsyncLLM) -> None
     params = SamplingParams(ignore_eos=True, n=2)
     survivor = asyncio.create_task(tiny.generate([9, 9], SamplingParams(seed=1, ignore_eos=True, max_tokens=100)))
     tasks = [asyncio.create_task(tiny.generate([rng.randrange(1, 300)] * 20, params)) for _ in range(40)]
+    cancelled = set()
     for task in rng.sample(tasks, len(tasks)):
         await asyncio.sleep(rng.choice([0, 0, 0.001, 0.003]))
-        task.cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        if task.cancel():  # if not, it has had its answer already
+            cancelled.add(task)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(cancelled) > 10
+    assert [task for task in tasks if task.cancelled()] == [task for task in tasks if task in cancelled]
     expected = await tiny.generate([9, 9], SamplingParams(seed=1, ignore_eos=True, max_tokens=100))
     assert (await survivor).token_ids == expected.token_ids
     await assert_becomes_idle(tiny)
