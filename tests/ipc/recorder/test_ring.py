@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (long.begin, long.duration, long.id) == (1000, 61_000_000_000, (1 << 63) - 1)
     assert (long.a, long.b, long.c) == (-(2**31), 2**31 - 1, 0)
     assert (mark.duration, mark.a, mark.b, mark.c) == (0, 1, 2, 3)
-    assert abs(found.monotonic_ns - before) < 1e9
+    assert abs(found.monotonic_ns - before) < 60e9
     assert abs(found.realtime_ns - time.time_ns()) < 60e9
 
 
@@ -177,10 +177,12 @@ def test_a_reader_beside_a_writer_sees_whole_records_only(tmp_path: Path) -> Non
 def test_records_outlive_a_writer_that_is_killed(tmp_path: Path) -> None:
     for _ in range(5):
         process = _writer(tmp_path)
-        time.sleep(0.05)
+        (path,) = tmp_path.glob(f"*-{process.pid}.ring")
+        end = time.monotonic() + 60
+        while not read_ring(path).lost:  # it has not gone round yet
+            assert time.monotonic() < end
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        (path,) = tmp_path.glob(f"*-{process.pid}.ring")
         found = read_ring(path)
         assert len(found.records) >= 255
         assert found.torn <= 1
