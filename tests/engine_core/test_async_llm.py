@@ -41,6 +41,13 @@ async def assert_becomes_idle(llm: AsyncLLM) -> None:
     assert not llm._mailboxes
 
 
+async def until_running(llm: AsyncLLM, count: int) -> None:
+    """The engine has so many requests: what a task asks for reaches it by way of two threads."""
+    end = time.monotonic() + 60
+    while (stats := await llm.stats()).running + stats.waiting < count:
+        assert time.monotonic() < end, stats
+
+
 async def test_concurrent_tasks_get_the_answers_they_get_alone(tiny: AsyncLLM) -> None:
     params = [SamplingParams(seed=i, max_tokens=5 + i, ignore_eos=True, n=1 + i % 2) for i in range(24)]
     alone = [await tiny.generate([i + 1, 2, 3], params[i]) for i in range(24)]
@@ -139,7 +146,7 @@ async def test_close_answers_those_who_wait(tiny_path: Path) -> None:
     stream = llm.stream([1], SamplingParams(ignore_eos=True), text=False)
     await anext(stream)
     waiting = asyncio.create_task(llm.generate([2], SamplingParams(ignore_eos=True)))
-    await asyncio.sleep(0.01)
+    await until_running(llm, 2)
     await llm.close()
     with pytest.raises(EngineError, match="closed"):
         async for _ in stream:
@@ -158,7 +165,7 @@ async def test_an_engine_that_breaks_tells_everyone(tiny_path: Path, caplog: pyt
             raise MemoryError("no more")
 
         waiting = [asyncio.create_task(llm.generate([i], SamplingParams(ignore_eos=True))) for i in (1, 2)]
-        await asyncio.sleep(0.01)
+        await until_running(llm, 2)
         llm._engine.post(explode)
         for task in waiting:
             with pytest.raises(EngineError, match="no more"):
