@@ -22,7 +22,7 @@ from .conftest import eventually
 pytestmark = pytest.mark.model
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana" / "gapless.json"
-TOKENS = 40
+TOKENS = 160  # an answer long enough to be looked at in its middle on a busy machine
 
 
 @pytest.fixture(scope="module")
