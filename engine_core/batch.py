@@ -45,7 +45,7 @@ def make_batch(
 ) -> ForwardBatch:
     """The tensors of `plan`.
 
-    `pending[slot]` is the last id sampled for that slot: it stands in for a token that is not committed yet.
+    `pending[slot]` is the last id sampled for that slot, which may not be committed yet.
     """
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int32)
@@ -63,7 +63,7 @@ def make_batch(
     slots = tables[token_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
     samples = np.array([row.samples for row in rows], np.bool_)
     return ForwardBatch(
-        token_ids=torch.from_numpy(np.array(_token_ids(rows, pending), np.int64)).to(device),
+        token_ids=torch.from_numpy(_token_ids(plan, int(query_starts[-1]), pending)).to(device),
         positions=torch.from_numpy(positions).to(device),
         slot_mapping=torch.from_numpy(slots).to(device),
         block_tables=torch.from_numpy(tables).to(device),
@@ -74,13 +74,18 @@ def make_batch(
     )
 
 
-def _token_ids(rows: Sequence[ScheduledRow], pending: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
-    ids: list[int] = []
-    for row in rows:
-        known = row.request.known_ids(row.start, row.stop)
-        ids += known
+def _token_ids(plan: StepPlan, count: int, pending: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64 [count]. A decode row's is the last id sampled for its slot, committed or not."""
+    ids = np.empty(count, np.int64)
+    at = plan.num_decodes if len(pending) else 0
+    if at:
+        ids[:at] = np.asarray(pending, np.int64)[[row.request.slot for row in plan.rows[:at]]]
+    for row in plan.rows[at:]:
+        known = row.request.known_array(row.start, row.stop)
+        ids[at : at + len(known)] = known
+        at += row.count
         if len(known) < row.count:
-            ids.append(int(pending[row.request.slot]))
+            ids[at - 1] = pending[row.request.slot]
     return ids
 
 

@@ -28,7 +28,7 @@ class LogitEdits:
         self._allowed = None if allowed is None else np.unique(np.asarray(allowed, np.int64))
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
         self._ends = np.asarray(sorted(ends), np.int64)
-        self._seen = SeenTokens(request.prompt_ids) if penalised(sampling) else None
+        self._seen = SeenTokens(request.prompt_ids) if sampling.penalises else None
 
     def apply(self, row: Floats, position: int, output_ids: list[int]) -> None:
         """Edit float32 `row` [vocab] in place for the token at output `position`.
@@ -51,17 +51,6 @@ class LogitEdits:
         """The token at `position` was sampled; a later step may be sampled before it is committed."""
         if self._seen is not None:
             self._seen.append(position, token)
-
-
-def penalised(sampling: SamplingParams) -> bool:
-    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-
-
-def edits_logits(sampling: SamplingParams, position: int) -> bool:
-    """Whether a request with these settings needs `LogitEdits` for the token at output `position`."""
-    return bool(
-        sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.min_tokens > 0 or penalised(sampling)
-    )
 
 
 class SeenTokens:

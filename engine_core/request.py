@@ -42,6 +42,7 @@ class Request:
     text: bytes = b""  # opaque, handed to the detokenizer with the first token
 
     prompt_ids: NDArray[np.int32] = field(init=False)  # an array: copied into a step's inputs at once
+    takes_largest: bool = field(init=False)  # its tokens are the likeliest, and nothing else is asked of the logits
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_pending: int = 0
@@ -68,6 +69,8 @@ class Request:
 
     def __post_init__(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         self.prompt_ids = np.asarray(ids, np.int32)
+        sampling = self.sampling
+        self.takes_largest = sampling.greedy and sampling.logprobs is None and not sampling.edits_logits
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine_core.kernels.cpu_elementwise import argmax
 from engine_core.logprobs import token_logprobs
-from engine_core.penalties import LogitEdits, edits_logits
+from engine_core.penalties import LogitEdits
 from engine_core.plan import StepTokens
 from engine_core.request import Request
 from engine_core.truncation import Truncation, uniform
@@ -62,15 +62,9 @@ class Sampler:
         step = StepTokens(token_ids=list(best))
         values = rows[np.arange(len(rows)), best].tolist()
         for index, (request, value) in enumerate(zip(requests, values, strict=True)):
-            sampling, position = request.sampling, positions[index] if positions else len(request.output_ids)
-            if (
-                sampling.greedy
-                and sampling.logprobs is None
-                and isfinite(value)
-                and not edits_logits(sampling, position)
-            ):
+            if request.takes_largest and isfinite(value):
                 continue  # it has its token, as most of them
-            row = rows[index]
+            row, position = rows[index], positions[index] if positions else len(request.output_ids)
             if not value < inf:
                 step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
                 continue
@@ -114,7 +108,7 @@ class Sampler:
         return token
 
     def _edits_of(self, request: Request, position: int) -> LogitEdits | None:
-        if not edits_logits(request.sampling, position):
+        if not request.sampling.edits_logits:
             return None
         entry = self._edits.get(request.slot)
         if entry is None or entry[0] is not request:

@@ -99,6 +99,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens seen count against themselves."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before a token is sampled."""
+        allows = self.allowed_token_ids is not None
+        return bool(self.logit_bias or allows or self.min_tokens > 0 or self.penalises)
+
     def for_choice(self, index: int) -> SamplingParams:
         """The settings of one of the `n` answers: n is 1, and each has a seed of its own if a seed is given."""
         if self.n == 1 and index == 0:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from engine_core.cuda.state import send
 from engine_core.kernels.triton_slots import ALLOWED, BIASED, MIN_TOKENS, PENALISED
-from engine_core.penalties import penalised
 from engine_core.request import Request
 from ipc.sampling import MAX_TOKEN_LIST
 
@@ -18,7 +17,7 @@ from ipc.sampling import MAX_TOKEN_LIST
 def edit_flags(request: Request) -> int:
     """Which of the edits a request wants, as bits of its slot's flags."""
     sampling = request.sampling
-    flags = PENALISED.value if penalised(sampling) else 0
+    flags = PENALISED.value if sampling.penalises else 0
     flags |= ALLOWED.value if sampling.allowed_token_ids is not None else 0
     flags |= MIN_TOKENS.value if sampling.min_tokens > 0 else 0
     return flags | (BIASED.value if sampling.logit_bias else 0)
