@@ -110,7 +110,7 @@ class ModelRunner:
         tokens = StepTokens([])
         if sampling:
             requests = [row.request for row in sampling]
-            positions = [row.stop - row.request.num_prompt_tokens for row in sampling]
+            positions = [row.start + row.count - len(row.request.prompt_ids) for row in sampling]
             tokens = self.sampler.sample(logits, requests, positions, best)
             self._last_token[[request.slot for request in requests]] = tokens.token_ids
         for index, row in scored:
@@ -152,7 +152,6 @@ def build_runner(
         max_model_len = choose_max_model_len(config, checkpoint.config)
         mode = choose_mode(config.weights, checkpoint.quantized, device)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
-        cpu_memory.weights().gather()
         weight_bytes = mean_weight_bytes(model)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
     if mode == "int8":
@@ -177,6 +176,7 @@ def build_runner(
     with _timed(seconds, "warm-up"):
         report("compiling kernels" if device.type == "cpu" and not has_kernels() else "warming up", None)
         warm_up(runner, config, spec, num_blocks)
+    cpu_memory.weights().gather()  # no sooner, as it takes a second
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,

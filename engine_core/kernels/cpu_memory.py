@@ -2,16 +2,19 @@
 
 A core that streams weights through small pages has to look each of them up, which in a virtual machine can take longer
 than its data. But a huge page is cleared, and in a virtual machine fetched from its host, as a whole: a small model
-starts a third slower, and a request's KV, a few KiB in each of many arrays, costs it a tenth of its time. So the system
-is told of the weights once they are there, and gathers them while the model is in use.
+starts a third slower, and a request's KV, a few KiB in each of many arrays, costs it a tenth of its time. So weights
+are moved to huge pages once the model is in use, by a thread that rests most of the time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -20,7 +23,9 @@ import torch
 CACHE_LINE = 64  # bytes
 HUGE_PAGE = 2**21  # bytes
 REGION = 32 * HUGE_PAGE  # of weights: most matrices are smaller than a huge page, so they share it
-_GATHER: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+_ADVISE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it: the system gathers in its own time
+_COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1: at once
+_REST = 4  # times as long as moving a page took, before the next: whoever needs its memory meanwhile waits for it
 
 
 def zeros(size: int) -> torch.Tensor:
@@ -54,19 +59,55 @@ class Arena:
             piece, self._free = self._free[:size], self._free[whole:]
         return piece
 
-    def gather(self) -> None:
-        """All of it is written: let the system move it to huge pages in its own time."""
+    def gather(self) -> threading.Thread | None:
+        """All of it is written: have it moved to huge pages. Returns the thread that does so, if there is any need."""
         with self._lock:
-            regions, self._written = self._written, weakref.WeakSet()
-        if _GATHER is not None:
-            for pages in regions:
-                with contextlib.suppress(OSError):  # a system without huge pages
-                    pages.madvise(_GATHER)
+            regions, self._written = [weakref.ref(pages) for pages in self._written], weakref.WeakSet()
+            unused, self._free = self._free.data_ptr(), self._free[:0]
+        if _ADVISE is None or not regions:
+            return None
+        thread = threading.Thread(target=_gather, args=(regions, unused), name="huge pages", daemon=True)
+        thread.start()
+        return thread
 
     def _region(self, size: int) -> torch.Tensor:
         pages = _map(size)
         self._written.add(pages)
         return _tensor(pages)
+
+
+def _gather(regions: list[weakref.ref[mmap.mmap]], unused: int) -> None:
+    """Move regions to huge pages, except what lies from address `unused` on: nobody has written there."""
+    for region in regions:
+        at, began = 0, time.monotonic()
+        while (pages := region()) is not None and _collapse(pages, at, unused):
+            del pages  # nobody may need it any more
+            at += HUGE_PAGE
+            time.sleep(_REST * (time.monotonic() - began))
+            began = time.monotonic()
+
+
+def _collapse(pages: mmap.mmap, at: int, unused: int) -> bool:
+    """Move what lies from byte `at` on to the next huge page. False: that was the last, or the system cannot."""
+    start, end = np.frombuffer(pages, np.uint8).ctypes.data, len(pages)
+    end = unused - start if 0 <= unused - start < end else end
+    first = -start % HUGE_PAGE + at
+    if first + HUGE_PAGE > end:
+        return False
+    if _madvise()(start + first, HUGE_PAGE, _COLLAPSE) == 0:
+        return True
+    with contextlib.suppress(OSError):
+        assert _ADVISE is not None
+        pages.madvise(_ADVISE)
+    return False
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    """The system's: that of Python would keep all other threads waiting."""
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
 
 
 def _map(size: int) -> mmap.mmap:
