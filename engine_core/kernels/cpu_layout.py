@@ -11,6 +11,10 @@ X_BLOCK_BYTES = BLOCK + 16
 X_GROUP = 8  # rows of rounded inputs whose blocks lie side by side: the first of all of them, then the second, ...
 X_STEP = X_GROUP * X_BLOCK_BYTES  # from one block of a row to its next
 TASK_ROWS = 4  # rows in a task of what is done row by row: the blocks of as many fill whole cache lines
+PIECE = 18  # blocks of inputs of which a tile computes the sums at once
+# In fixed point an input's scale is a whole number of steps, the largest of its row this many: so the sums of a piece
+# stay below 2^31, whatever the inputs. See `WeightFormat.fixed`.
+X_STEPS = 2**31 // (PIECE * 2 * 127 * 8 * BLOCK)
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: it lies in memory, is added to what does, or SiLU(half) * half
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention
@@ -28,13 +32,24 @@ class WeightFormat:
     minimum: bool = False
 
     @property
+    def fixed(self) -> bool:
+        """Whether sums stay integers through all of a piece, with scales that are whole numbers too.
+
+        A lane of 32 bits holds two numbers of 16: the sum of 32 products with weights less 8, which is what 16 bits can
+        hold, and above it 8 times the sum of the inputs, for the minimum. Both are multiplied at once, with scale and
+        minimum + 8 * scale, 16 bits each, in units of the output's own: 2^-15 and 2^-12 of `PackedWeight.units`.
+        """
+        return self.bits == 4
+
+    @property
     def offset(self) -> int:
-        """What integers are raised by to be unsigned."""
-        return 128 if self.bits == 8 else 8 if self.bits == 4 and not self.minimum else 0
+        """Less this times the sum of its inputs a sum begins: what integers were raised by to be unsigned, and in fixed
+        point also the upper number of a lane."""
+        return 128 if self.bits == 8 else 8 - (8 << 16) if self.fixed else 0
 
     @property
     def kinds(self) -> int:
-        """How many half-precision numbers a block has for each output."""
+        """How many numbers of 16 bits a block has for each output."""
         return 0 if self.bits == 32 else 2 if self.minimum else 1
 
     @property

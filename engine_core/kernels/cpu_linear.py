@@ -77,7 +77,7 @@ class PackedLinear:
         form, added = self.weight.form, 0 if bias is None else bias.data_ptr()
         weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
         code = kernel("linear:integers", form.bits, form.minimum, self._instruction, result)
-        return code, (rows, x, *weights, out, stride, added, offset)
+        return code, (rows, x, *weights, out, stride, added, offset, self.weight.units.data_ptr())
 
 
 def rounded_bytes(rows: int, columns: int) -> int:

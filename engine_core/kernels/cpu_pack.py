@@ -35,6 +35,7 @@ class PackedWeight:
     form: WeightFormat
     shape: tuple[int, int]
     data: torch.Tensor  # uint8 [chunks, blocks, block_bytes]; of a block first the integers or floats, then the scales
+    units: torch.Tensor  # float32 [chunks * 32]: of the scales in fixed point; none if they are floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +72,8 @@ def pack_floats(weight: torch.Tensor) -> PackedWeight:
 def _allocate(form: WeightFormat, rows: int, columns: int) -> PackedWeight:
     chunks, blocks = -(-rows // CHUNK), columns // BLOCK
     data = cpu_memory.weights().take(chunks * blocks * form.block_bytes).view(chunks, blocks, form.block_bytes)
-    return PackedWeight(form, (rows, columns), data)
+    units = torch.zeros(chunks * CHUNK if form.fixed else 0)
+    return PackedWeight(form, (rows, columns), data, units)
 
 
 def _pack(
@@ -83,15 +85,19 @@ def _pack(
 ) -> None:
     """Write a matrix into the rows of `packed` from `first_row` on."""
     rows, blocks, count = values.shape
-    kinds = packed.form.kinds
+    form = packed.form
+    kinds = 0 if form.fixed else form.kinds
     if kinds == 2 and minima is None:
         minima = np.zeros((rows, blocks), np.float16)
-    flip = 0x80808080 if packed.form.bits == 8 else 0  # signed bytes to unsigned ones
+    flip = 0x80808080 if form.bits == 8 else 0  # signed bytes to unsigned ones
     source = (_address(values), *values.strides[:2], _address(scales), *_strides(scales))
     more = (_address(minima), *_strides(minima))
     shape = (first_row, rows, blocks, count * values.itemsize // 4, flip)
-    target = (packed.data.data_ptr(), packed.form.block_bytes, kinds)
-    cpu_team().run(kernel("pack:pack"), (*source, *more, *shape, *target))
+    out = (packed.data.data_ptr(), form.block_bytes)
+    cpu_team().run(kernel("pack:pack"), (*source, *more, *shape, *out, kinds))
+    if form.fixed:
+        target = (*out, form.scales_at, packed.units.data_ptr())
+        cpu_team().run(kernel("pack:fix"), (*source[3:], *more, first_row, rows, blocks, *target))
 
 
 def _address(array: NDArray[Any] | None) -> int:

@@ -19,6 +19,7 @@ from engine_core.attention.torch import TorchAttention
 from engine_core.batch import ForwardBatch
 from engine_core.kernels import cpu_elementwise, cpu_team
 from engine_core.kernels.cpu_cache import dot_width
+from engine_core.kernels.cpu_layout import X_STEPS
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
 from engine_core.layers.linear import DenseLinear, make_linear
@@ -63,13 +64,57 @@ def gguf_weight(kind: Q, rows: int, columns: int) -> QuantizedWeight:
     return QuantizedWeight(kind, (rows, columns), gguf_quantize(values, kind))
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x as integer weights meet it, float64: multiples of each block's largest value / 127, halves to even."""
+def round_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as integer weights meet it: float32 scales [rows, blocks, 1], each block's largest value / 127, and integers
+    [rows, blocks, 32], halves to even."""
     blocks = x.view(x.shape[0], -1, 32)
     largest = blocks.abs().amax(2, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # torch takes `127 / largest` for a product, rounded twice
-    integers = (blocks * inverse.nan_to_num(0, 0, 0)).round()
-    return ((largest * np.float32(1 / 127)).double() * integers.double()).flatten(1)
+    return largest * np.float32(1 / 127), (blocks * inverse.nan_to_num(0, 0, 0)).round()
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """The same as numbers, float64."""
+    scales, integers = round_inputs(x)
+    return (scales.double() * integers.double()).flatten(1)
+
+
+def in_fixed_point(weight: QuantizedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product with 4-bit weights in integers of any size, float64, and how far it may be from the exact product of
+    rounded inputs."""
+    data = weight.data.reshape(weight.shape[0], -1, {Q.Q4_0: 18, Q.Q4_1: 20}[weight.ggml_type])
+    minima = data[:, :, 2:4].copy().view(np.float16)[:, :, 0] if weight.ggml_type is Q.Q4_1 else None
+    scales = data[:, :, :2].copy().view(np.float16)[:, :, 0]
+    full = scales.astype(np.float32)
+    less_8 = np.zeros_like(full) if minima is None else minima.astype(np.float32) + 8 * full
+    unit = np.maximum(
+        np.abs(full).max(1) * np.float32(2**15 / 32767), np.abs(less_8).max(1) * np.float32(2**12 / 32767)
+    )
+    per_unit = (1 / unit)[:, None]
+    scale, middle = (
+        np.floor(part * per_unit * np.float32(2**bits) + np.float32(0.5)).astype(np.int64)
+        for part, bits in ((full, 15), (less_8, 12))
+    )
+    assert np.abs(scale).max() < 2**15 > np.abs(middle).max()
+    nibbles = np.concatenate([data[:, :, -16:] & 15, data[:, :, -16:] >> 4], 2).astype(np.int64) - 8
+
+    x_scales, integers = (part.numpy() for part in round_inputs(x))
+    largest = x_scales.max(1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(largest > 1e-33, np.float32(X_STEPS) / largest, np.float32(0))
+    steps = np.floor(x_scales * inverse + np.float32(0.5)).astype(np.int64)[:, None, :, 0]  # [rows, 1, blocks]
+    x_unit = (largest * np.float32(1 / X_STEPS))[:, :, 0].astype(np.float64)
+    lower = np.einsum("rkx,okx->rok", integers.astype(np.int64), nibbles)
+    sums = integers.astype(np.int64).sum(2)[:, None]
+    upper = 8 * sums - (lower < 0)
+    terms = (lower * scale + 2**14 >> 15) + (upper * middle + 2**14 >> 15)
+    assert np.abs(lower).max() < 2**15 > np.abs(upper).max()
+    assert (
+        max(np.abs(piece).sum(2).max() for piece in np.split(terms * steps, range(18, steps.shape[2], 18), 2)) < 2**31
+    )
+    sizes = (np.abs(lower * scale) + np.abs(8 * sums * middle)) / 2**15 + 3
+    bound = (3 * x_scales[:, None, :, 0] + x_unit[:, :, None] / 2 * sizes).sum(2) * unit
+    return torch.from_numpy((terms * steps).sum(2) * x_unit * unit), torch.from_numpy(bound)
 
 
 EXACT = [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
@@ -85,14 +130,41 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(
     x = torch.randn(9, shape[1]) * torch.logspace(-9, 6, shape[1])
     x[2], x[3, :32], x[4] = 0, 0, 1e-35
     matrix = torch.from_numpy(weight.dequantize()).double().T
-    out = PackedLinear(pack_quantized([weight]))(x)
+    out = PackedLinear(pack_quantized([weight]))(x).double()
+    exact = rounded(x) @ matrix
+    expected, allowed = in_fixed_point(weight, x) if kind in (Q.Q4_0, Q.Q4_1) else (exact, torch.tensor(0.0))
     # As exact as the terms are large, though they may cancel: products with a block's largest weight, as each weight is
     # itself a sum, of its block's least and some steps.
     largest = matrix.abs().view(-1, 32, shape[0]).amax(1).repeat_interleave(32, 0)
-    assert ((out.double() - rounded(x) @ matrix).abs() <= 5e-7 * rounded(x).abs() @ largest + 1e-30).all()
+    terms = 5e-7 * rounded(x).abs() @ largest + 1e-30
+    assert ((out - expected).abs() <= terms).all()
+    assert ((out - exact).abs() <= terms + allowed).all()
     # Rounding moves an input by half of 1/127 of its block's largest at most, so a sum by that times the weights.
     steps = x.double().view(9, -1, 32).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1) / 127
-    assert ((out.double() - x.double() @ matrix).abs() <= 0.501 * steps @ matrix.abs() + 1e-30).all()
+    assert ((out - x.double() @ matrix).abs() <= 0.501 * steps @ matrix.abs() + allowed + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1])
+def test_fixed_point_costs_little_beside_rounded_inputs(kind: Q) -> None:
+    weight, x = gguf_weight(kind, 192, 1536), torch.randn(20, 1536)
+    exact, matrix = x.double(), torch.from_numpy(weight.dequantize()).double().T
+    floats, fixed = rounded(x) @ matrix - exact @ matrix, PackedLinear(pack_quantized([weight]))(x) - exact @ matrix
+    assert fixed.square().mean() < 1.1 * floats.square().mean()  # of noise; 1.015 as measured
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_largest_numbers_of_fixed_point_fit(width: int) -> None:
+    """All inputs, weights, scales and minima as large as can be: sums, products and their sums reach their limits."""
+    for sign, nibble in itertools.product((1, -1), (0x00, 0xFF)):
+        data = np.zeros((33, 40, 20), np.uint8)
+        data[:, :, 4:] = nibble
+        data[:, :, :4].view(np.float16)[:] = [1, -8 + 8 * sign]  # minima of weights less 8: 8 or -8 scales
+        weight = QuantizedWeight(Q.Q4_1, (33, 1280), data.reshape(33, -1))
+        x = torch.ones(9, 1280) * torch.tensor([1.0, -1.0, 3.0] * 3)[:, None]
+        out = PackedLinear(pack_quantized([weight]), width=width)(x).double()
+        expected, allowed = in_fixed_point(weight, x)
+        assert ((out - expected).abs() <= 1e-6 * 1280 * 3 * 16).all()
+        assert ((out - x.double() @ torch.from_numpy(weight.dequantize()).double().T).abs() <= allowed + 1e-2).all()
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0])
@@ -127,6 +199,19 @@ def test_what_is_no_number_stays_none_and_in_its_row(value: float, kind: Q) -> N
     assert torch.equal(out, clean)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("kind", "place"), [(Q.Q4_0, 0), (Q.Q4_1, 0), (Q.Q4_1, 2), (Q.Q8_0, 0)])
+def test_a_scale_that_is_no_number_spoils_its_output_alone(kind: Q, place: int, value: float) -> None:
+    weight, x = gguf_weight(kind, 70, 96), torch.randn(20, 96)
+    clean = PackedLinear(pack_quantized([weight]))(x)
+    size = weight.data.shape[1] // 3
+    weight.data[33, size + place : size + place + 2] = np.array([value], np.float16).view(np.uint8)
+    out = PackedLinear(pack_quantized([weight]))(x)
+    assert not out[:, 33].isfinite().any()
+    out[:, 33] = clean[:, 33]
+    assert torch.equal(out, clean)
+
+
 @pytest.mark.parametrize("shape", [(3, 32), (100, 224), (576, 1536)])
 def test_float_linear_is_as_good_as_torch(shape: tuple[int, int], threads: int) -> None:
     weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(20, shape[1])
@@ -135,10 +220,13 @@ def test_float_linear_is_as_good_as_torch(shape: tuple[int, int], threads: int) 
 
 
 def test_parts_of_different_types_stand_one_after_the_other() -> None:
-    parts = [gguf_weight(Q.Q4_1, 40, 64), gguf_weight(Q.Q8_0, 33, 64), gguf_weight(Q.Q5_0, 7, 64)]
     x = torch.randn(5, 64)
+    parts = [gguf_weight(Q.Q4_1, 40, 64), gguf_weight(Q.Q8_0, 33, 64), gguf_weight(Q.Q5_0, 7, 64)]
     matrix = torch.cat([torch.from_numpy(part.dequantize()) for part in parts]).double()
     assert error(PackedLinear(pack_quantized(parts))(x), rounded(x) @ matrix.T) < 2e-6
+    alike = [gguf_weight(Q.Q4_1, rows, 64) for rows in (40, 33, 7)]
+    expected = torch.cat([in_fixed_point(part, x)[0] for part in alike], 1)
+    assert error(PackedLinear(pack_quantized(alike))(x), expected) < 2e-6
 
 
 def test_other_weights_are_rounded_to_half_a_step() -> None:

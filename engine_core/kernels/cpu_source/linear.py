@@ -12,48 +12,47 @@ from engine_core.kernels.cpu_layout import (
     CHUNK,
     GATE,
     GROUP,
+    PIECE,
     STORE,
     TASK_ROWS,
     X_BLOCK_BYTES,
+    X_GROUP,
     X_STEP,
     WeightFormat,
 )
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
-from engine_core.kernels.cpu_source.dot import dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_row, rounded_row
+from engine_core.kernels.cpu_source.dot import STEP, dot_tile, panel_bytes
+from engine_core.kernels.cpu_source.rounding import STEPS_BYTES, fix_scales, quantize_gated, quantize_row, rounded_row
 from engine_core.kernels.cpu_source.tile import linear_tile
-from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row
+from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row, multiply_rows
 
 ROWS = 48  # rows of x in a task: they stay in the second-level cache
-# Blocks of inputs that are unpacked at a time: with the rows they meet, they stay in the nearest cache.
-PANEL, FEW_PANEL = 9, 18
-FEW = 16  # rows up to which it is `FEW_PANEL`
 ROW_BYTES = CHUNK * 4  # of sums
 
 
 def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Callable[[Any], None]:
-    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset.
+    """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset, units of weights.
 
     `result`: STORE in `out`; ADD to it, the bias first; or GATE: SiLU of the product's first half, with the bias, times
     the second, rounded for the next product in `out`, whose rows have `out_stride` blocks.
 
-    Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, some blocks at a time. A
+    Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, a piece at a time. A
     thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
     back: the processor itself fetches ahead only of such a stream, and stops at the end of each page.
     """
     form, vectors = WeightFormat(bits, minimum), CHUNK // LANES
     alone, first, other = (_tiles(form, vectors, width, use) for use in ("", "write", "read"))
-    block_bytes, panel_size = form.block_bytes, panel_bytes(vectors)
-    half = block_bytes // 2
-
-    finish, parts = _finish(result), 2 if result == GATE else 1
+    block_bytes, panel_size, half = form.block_bytes, panel_bytes(form, vectors), form.block_bytes // 2
+    fixed, finish, parts = form.fixed, _finish(result, form.fixed), 2 if result == GATE else 1
 
     def kernel(args: Any) -> None:
         rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
-        out, out_stride, bias, offset = args[6], args[7], args[8], args[9]
-        panel = stack(FEW_PANEL * panel_size + parts * ROWS * ROW_BYTES)
-        sums = panel + FEW_PANEL * panel_size
+        out, out_stride, bias, offset, scales = args[6], args[7], args[8], args[9], args[10]
+        panel = stack(PIECE * panel_size + ROWS * (parts * ROW_BYTES + (blocks * STEP + 4 if fixed else 0)))
+        sums = panel + PIECE * panel_size
+        units = sums + parts * ROWS * ROW_BYTES
+        steps, known = units + ROWS * 4, -1
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         side = choose_side(args)
         task = next_task(args, side, tasks)
@@ -63,35 +62,40 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
             last_row = smaller(rows, first_row + ROWS)
             all_rows = last_row - first_row
             single = all_rows == 8 or all_rows == 4 or all_rows <= 2  # one tile has them all
+            fetched = block_bytes if single else half  # with each block of a tile
+            if fixed and first_row != known:
+                fix_scales(x, first_row, last_row, blocks, steps, units)
+                known = first_row
             if result != GATE:
                 for row in range(first_row, last_row):
                     expect_row(out + row * out_stride * 4 + place * ROW_BYTES, ROW_BYTES // CACHE_LINE)
-            size = blocks if single else FEW_PANEL if all_rows <= FEW else PANEL
             for part in range(parts):
-                chunk, ahead = place + part * chunks, place + (part + 1) * chunks
+                w = weights + (place + part * chunks) * blocks * block_bytes
+                fetch = w + chunks * blocks * block_bytes
                 if part + 1 == parts:
-                    ahead = (following if following < tasks else task) % chunks
-                w = weights + chunk * blocks * block_bytes
-                fetch = weights + ahead * blocks * block_bytes
-                fetch_end = fetch + blocks * block_bytes
-                for piece in range((blocks + size - 1) // size):
-                    begin, row = piece * size, first_row
-                    end = smaller(begin + size, blocks)
+                    fetch = weights + following % chunks * blocks * block_bytes
+                fetch_end = fetch + blocks * block_bytes if following < tasks or part + 1 < parts else fetch
+                for piece in range((blocks + PIECE - 1) // PIECE):
+                    begin, row = piece * PIECE, first_row
+                    end = smaller(begin + PIECE, blocks)
                     while row < last_row:
                         left = last_row - row
                         count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-                        xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + row - first_row) * ROW_BYTES
-                        if single:
-                            alone(count, xr, w, panel, begin, end, o, fetch)
-                        elif row == first_row:
-                            first(count, xr, w, panel, begin, end, o, fetch)
-                        else:
-                            other(count, xr, w, panel, begin, end, o, fetch)
-                        fetch += (end - begin) * half
                         if fetch >= fetch_end:
                             fetch = panel  # anything that is near
+                        number = row - first_row
+                        xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + number) * ROW_BYTES
+                        u = units + number * 4
+                        q = steps + number // X_GROUP * blocks * STEPS_BYTES + number % X_GROUP * STEP
+                        if single:
+                            alone(count, xr, q, u, w, panel, begin, end, o, fetch)
+                        elif row == first_row:
+                            first(count, xr, q, u, w, panel, begin, end, o, fetch)
+                        else:
+                            other(count, xr, q, u, w, panel, begin, end, o, fetch)
+                        fetch += (end - begin) * fetched
                         if end == blocks and part + 1 == parts:
-                            finish(o, row, count, place, chunks, out, out_stride, bias, offset)
+                            finish(o, row, count, place, chunks, out, out_stride, bias, offset, scales)
                         row += count
             task = following
 
@@ -103,27 +107,32 @@ def _tiles(form: WeightFormat, vectors: int, width: int, use: str) -> Any:
     one, two, four, eight = (dot_tile(form, rows, vectors, width, use) for rows in (1, 2, 4, 8))
 
     @numba.njit(inline="always")
-    def tile(count, x, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+    def tile(count, x, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
         if count == 8:
-            eight(x, weights, panel, begin, end, sums, fetch)
+            eight(x, steps, units, weights, panel, begin, end, sums, fetch)
         elif count == 4:
-            four(x, weights, panel, begin, end, sums, fetch)
+            four(x, steps, units, weights, panel, begin, end, sums, fetch)
         elif count == 2:
-            two(x, weights, panel, begin, end, sums, fetch)
+            two(x, steps, units, weights, panel, begin, end, sums, fetch)
         else:
-            one(x, weights, panel, begin, end, sums, fetch)
+            one(x, steps, units, weights, panel, begin, end, sums, fetch)
 
     return tile
 
 
-def _finish(result: int) -> Any:
+def _finish(result: int, fixed: bool) -> Any:
     """A function that does with the sums of some rows of a chunk what `result` says."""
     vectors, parts = CHUNK // LANES, 2 if result == GATE else 1
 
     @numba.njit(inline="always")
-    def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset):  # type: ignore[no-untyped-def]
+    def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset, scales):  # type: ignore[no-untyped-def]
         at, gate = sums, sums - ROWS * ROW_BYTES
         for row in range(first_row, first_row + count):
+            if fixed:
+                multiply_rows(at, scales + (chunk + (parts - 1) * chunks) * ROW_BYTES, at, vectors)
+                if result == GATE:
+                    half = at - ROWS * ROW_BYTES
+                    multiply_rows(half, scales + chunk * ROW_BYTES, half, vectors)
             if bias != 0:
                 add_rows(at, bias + (chunk + (parts - 1) * chunks) * ROW_BYTES, at, vectors)
             if result == GATE:

@@ -1,4 +1,6 @@
-"""Rounds the inputs of a product to int8, with a scale for each block of 32: of rows as they are, normed or gated."""
+"""Rounds the inputs of a product to int8, with a scale for each block of 32: of rows as they are, normed or gated.
+
+And the scales to a fixed point."""
 
 from __future__ import annotations
 
@@ -7,11 +9,13 @@ from typing import Any
 
 import llvmlite.ir as ir
 import numba
+import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP, X_STEP
+from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP, X_STEP, X_STEPS
+from engine_core.kernels.cpu_source.compiler import floats, int32s, larger
 from engine_core.kernels.cpu_source.tile import Emit
 from engine_core.kernels.cpu_source.vector import LANES, silu_product
 
@@ -22,6 +26,7 @@ MAGIC_BITS = 0x4B400000
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SMALLEST = 1e-30  # a block of smaller values counts as zeros: the inverse of its scale might be infinite
 TOGETHER = 4  # blocks that are rounded at once
+STEPS_BYTES = X_GROUP * 4  # of the scales of a group of rows in fixed point, for a block
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _QI32, _QF32 = ir.VectorType(_I32, TOGETHER), ir.VectorType(_F32, TOGETHER)
 _BYTES = ir.VectorType(_I8, 4 * LANES)
@@ -34,6 +39,25 @@ def rounded_row(rounded, row, blocks):  # type: ignore[no-untyped-def]
     So a tile of rows reads all its inputs at constant distances from one address.
     """
     return rounded + (row // X_GROUP * blocks * X_GROUP + row % X_GROUP) * X_BLOCK_BYTES
+
+
+@numba.njit(inline="always")
+def fix_scales(x, first_row, last_row, blocks, steps, units):  # type: ignore[no-untyped-def]
+    """Write down the scales of some rounded rows in fixed point, each twice beside itself, and the unit of each row."""
+    for row in range(first_row, last_row):
+        scale, number = rounded_row(x, row, blocks) + SCALE, row - first_row
+        unit, target = units + number * 4, steps + number // X_GROUP * blocks * STEPS_BYTES + number % X_GROUP * 4
+        largest = int32s(scale)[0]  # as an integer: a NaN is the largest
+        for block in range(blocks):
+            largest = larger(largest, int32s(scale + block * X_STEP)[0])
+        int32s(unit)[0] = largest
+        value = floats(unit)[0]
+        counts = np.float32(1e-33) < value < np.float32(np.inf)  # what is less has only zeros
+        inverse = np.float32(X_STEPS) / value if counts else np.float32(0)
+        floats(unit)[0] = value * np.float32(1 / X_STEPS)
+        for block in range(blocks):
+            whole = np.int32(floats(scale + block * X_STEP)[0] * inverse + np.float32(0.5)) if counts else np.int32(0)
+            int32s(target + block * STEPS_BYTES)[0] = whole * 0x10001
 
 
 @intrinsic  # type: ignore[untyped-decorator]

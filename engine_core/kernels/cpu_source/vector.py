@@ -192,6 +192,21 @@ def add_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def multiply_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any:
+    """`multiply_rows(x, y, out, vectors)`: out = x * y, which may be the same memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, y, out, vectors = values
+        e = Emit(builder)
+        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
+            at = builder.mul(loop.index, e.const(LANES))
+            e.store(builder.fmul(e.load(x, at, LANES), e.load(y, at, LANES)), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def copy_row(typing_context: Any, x: Any, out: Any, vectors: Any) -> Any:
     """`copy_row(x, out, vectors)`: out = x."""
 
