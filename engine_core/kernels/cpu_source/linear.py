@@ -9,13 +9,13 @@ import numba
 
 from engine_core.kernels.cpu_layout import (
     ADD,
+    BLOCK,
     CHUNK,
     GATE,
     GROUP,
     PIECE,
     STORE,
     TASK_ROWS,
-    X_BLOCK_BYTES,
     X_GROUP,
     X_STEP,
     WeightFormat,
@@ -23,7 +23,14 @@ from engine_core.kernels.cpu_layout import (
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import STEP, dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import STEPS_BYTES, fix_scales, quantize_gated, quantize_row, rounded_row
+from engine_core.kernels.cpu_source.rounding import (
+    STEPS_BYTES,
+    fix_scales,
+    quantize_gated,
+    quantize_row,
+    rounded_row,
+    row_numbers,
+)
 from engine_core.kernels.cpu_source.tile import linear_tile
 from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row, multiply_rows
 
@@ -85,14 +92,14 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
                             fetch = panel  # anything that is near
                         number = row - first_row
                         xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + number) * ROW_BYTES
-                        u = units + number * 4
+                        nr, u = row_numbers(x, row, blocks), units + number * 4
                         q = steps + number // X_GROUP * blocks * STEPS_BYTES + number % X_GROUP * STEP
                         if single:
-                            alone(count, xr, q, u, w, panel, begin, end, o, fetch)
+                            alone(count, xr, nr, q, u, w, panel, begin, end, o, fetch)
                         elif row == first_row:
-                            first(count, xr, q, u, w, panel, begin, end, o, fetch)
+                            first(count, xr, nr, q, u, w, panel, begin, end, o, fetch)
                         else:
-                            other(count, xr, q, u, w, panel, begin, end, o, fetch)
+                            other(count, xr, nr, q, u, w, panel, begin, end, o, fetch)
                         fetch += (end - begin) * fetched
                         if end == blocks and part + 1 == parts:
                             finish(o, row, count, place, chunks, out, out_stride, bias, offset, scales)
@@ -107,15 +114,15 @@ def _tiles(form: WeightFormat, vectors: int, width: int, use: str) -> Any:
     one, two, four, eight = (dot_tile(form, rows, vectors, width, use) for rows in (1, 2, 4, 8))
 
     @numba.njit(inline="always")
-    def tile(count, x, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+    def tile(count, x, numbers, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
         if count == 8:
-            eight(x, steps, units, weights, panel, begin, end, sums, fetch)
+            eight(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
         elif count == 4:
-            four(x, steps, units, weights, panel, begin, end, sums, fetch)
+            four(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
         elif count == 2:
-            two(x, steps, units, weights, panel, begin, end, sums, fetch)
+            two(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
         else:
-            one(x, steps, units, weights, panel, begin, end, sums, fetch)
+            one(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
 
     return tile
 
@@ -148,7 +155,8 @@ def _finish(result: int, fixed: bool) -> Any:
             at += ROW_BYTES
         if result == GATE:  # a row has one block of a chunk, and the rows are of one group
             target = rounded_row(out, first_row, out_stride) + chunk * X_STEP
-            quantize_gated(gate, sums, target, X_BLOCK_BYTES, count, offset)
+            numbers = row_numbers(out, first_row, out_stride) + chunk * X_STEP
+            quantize_gated(gate, sums, target, BLOCK, numbers, 4, count, offset)
 
     return finish
 
@@ -164,7 +172,8 @@ def quantize() -> Callable[[Any], None]:
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
-                quantize_row(x + row * x_stride * 4, rounded_row(out, row, blocks), blocks, offset)
+                target, numbers = rounded_row(out, row, blocks), row_numbers(out, row, blocks)
+                quantize_row(x + row * x_stride * 4, target, numbers, blocks, offset)
 
     return kernel
 
