@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 CHUNK = 32  # outputs whose weights lie side by side, the unit of work
 BLOCK = 32  # inputs that share a scale
+# A block of rounded inputs: 32 int8, float32 scale, float32 scale * sum of the integers, int32 -offset * sum, 4 unused.
+X_BLOCK_BYTES = BLOCK + 16
 X_GROUP = 8  # rows of rounded inputs whose blocks lie side by side: the first of all of them, then the second, ...
-# Of a block they have 32 int8 each, then a float32 scale each, then scale * sum of the int8, then int32 -offset * sum.
-X_STEP = X_GROUP * (BLOCK + 16)  # bytes from one block of a row to its next: whole cache lines
+X_STEP = X_GROUP * X_BLOCK_BYTES  # from one block of a row to its next
 TASK_ROWS = 4  # rows in a task of what is done row by row: the blocks of as many fill whole cache lines
 PIECE = 18  # blocks of inputs of which a tile computes the sums at once
 # In fixed point an input's scale is a whole number of steps, the largest of its row this many: so the sums of a piece

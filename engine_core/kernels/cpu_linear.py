@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_core.kernels.cpu_cache import dot_width, kernel
-from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, STORE, X_GROUP, X_STEP
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, STORE, X_BLOCK_BYTES, X_GROUP
 from engine_core.kernels.cpu_pack import PackedWeight
 from engine_core.kernels.cpu_team import cpu_team
 
@@ -82,4 +82,4 @@ class PackedLinear:
 
 def rounded_bytes(rows: int, columns: int) -> int:
     """The size of inputs rounded to int8: whole groups of rows."""
-    return -(-rows // X_GROUP) * (columns // BLOCK) * X_STEP
+    return -(-rows // X_GROUP) * X_GROUP * columns // BLOCK * X_BLOCK_BYTES

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_STEP, WeightFormat
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, X_BLOCK_BYTES, X_STEP, WeightFormat
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.rounding import MAGIC, MAGIC_BITS, SCALE, SCALED_SUM, START, STEPS_BYTES
 from engine_core.kernels.cpu_source.tile import Emit
@@ -34,11 +34,10 @@ VI32, VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str = "") -> Any:
     """An intrinsic that computes `rows` x `16 * vectors` outputs of a linear layer.
 
-    `tile(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)`: addresses and blocks. Adds the blocks
-    from `begin` to `end`, a piece of `PIECE` or what is left, to `sums` [rows, 16 * vectors], or to 0 if they are the
-    first. `x` is the first of rounded rows of one group, `numbers` what goes with it; `weights` points at a chunk of a
-    `PackedWeight`. In fixed point `steps` has the scales of the inputs, a pair of equal int16 for each row of the
-    group, block by block; `units` what one step is.
+    `tile(x, steps, units, weights, panel, begin, end, sums, fetch)`: addresses and blocks. Adds the blocks from `begin`
+    to `end`, a piece of `PIECE` or what is left, to `sums` [rows, 16 * vectors], or to 0 if they are the first. `x` is
+    the first of rounded rows of one group, `weights` points at a chunk of a `PackedWeight`. In fixed point `steps` has
+    the scales of the inputs, a pair of equal int16 for each row of the group, block by block; `units` what one step is.
 
     Tiles of other rows with the same weights need not unpack them again: one that is to "write" the panel leaves them
     there, `panel_bytes` for each block, and one that is to "read" it takes them from there. Then each of the two has
@@ -47,18 +46,18 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
     fetched = form.block_bytes // 2 if panel else form.block_bytes
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, numbers, steps, units, weights, panel_start, begin, end, out, fetch = values
+        x, steps, units, weights, panel_start, begin, end, out, fetch = values
         e = Emit(builder)
         total: Floats | Fixed = (Fixed if form.fixed else Floats)(e, rows, vectors, width)
         total.begin(out, begin)
         with cgutils.for_range_slice(builder, begin, end, e.const(1), intp=_I64) as (block, _):
             number = builder.sub(block, begin)
-            x_block, numbers_block = (builder.add(at, builder.mul(block, e.const(X_STEP))) for at in (x, numbers))
+            x_block = builder.add(x, builder.mul(block, e.const(X_STEP)))
             packed = Packed(e, form, vectors, builder.add(weights, builder.mul(block, e.const(form.block_bytes))))
             at = builder.add(panel_start, builder.mul(number, e.const(panel_bytes(form, vectors))))
             unpacked = Panel(e, form, vectors, at)
             source = unpacked if panel == "read" else packed
-            sums = [[_first_sum(e, form, numbers_block, m, width)] * vectors for m in range(rows)]
+            sums = [[_first_sum(e, form, x_block, m, width)] * vectors for m in range(rows)]
             fetch_block = builder.add(fetch, builder.mul(number, e.const(fetched)))
             lines = range(0, fetched, CACHE_LINE)
             at_once = -(-len(lines) * STEP // BLOCK)
@@ -68,20 +67,20 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
                 if panel == "write":
                     unpacked.keep_integers(at, integers)
                 for m in range(rows):
-                    x_part = e.broadcast(e.at(x_block, m * BLOCK + at, _I32), LANES)
+                    x_part = e.broadcast(e.at(x_block, m * X_BLOCK_BYTES + at, _I32), LANES)
                     sums[m] = [_dot(e, *pair, x_part, width) for pair in zip(sums[m], integers, strict=True)]
             steps_block = builder.add(steps, builder.mul(block, e.const(STEPS_BYTES)))
             for v in range(vectors):
                 factors = source.factors(v)
                 if panel == "write":
                     unpacked.keep_factors(v, factors)
-                total.add(v, [row[v] for row in sums], factors, numbers_block, steps_block)
+                total.add(v, [row[v] for row in sums], factors, x_block, steps_block)
         total.end(out, begin, units)
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing_context, x, numbers, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 10), codegen
+    def tile(typing_context, x, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 9), codegen
 
     return tile
 
@@ -98,19 +97,19 @@ class Floats:
             for number, slot in enumerate(chain(*self._slots)):
                 e.b.store(e.at(out, number * VECTOR_BYTES, VF32), slot)
 
-    def add(self, v: int, sums: list[Any], factors: list[Any], numbers: Any, steps: Any) -> None:
+    def add(self, v: int, sums: list[Any], factors: list[Any], x_block: Any, steps: Any) -> None:
         """scale * x_scale[m] * sums[m] + minimum * x_scaled_sum[m]."""
         e, b = self._e, self._e.b
         scale, less_magic, *minimum = factors
         for m, block_sum in enumerate(sums):
-            x_scale = e.broadcast(e.at(numbers, m * 4 + SCALE, _F32), LANES)
+            x_scale = e.broadcast(e.at(x_block, m * X_BLOCK_BYTES + SCALE, _F32), LANES)
             if self._width:  # MAGIC + sum times scale less MAGIC * scale, rounded once: exactly their product
                 scaled = e.multiply_add(b.bitcast(block_sum, VF32), scale, less_magic)
             else:  # whoever has no VNNI might not multiply and add in one instruction
                 scaled = b.fmul(b.sitofp(block_sum, VF32), scale)
             value = e.multiply_add(scaled, x_scale, b.load(self._slots[m][v]))
             for factor in minimum:
-                scaled_sum = e.at(numbers, m * 4 + SCALED_SUM, _F32)
+                scaled_sum = e.at(x_block, m * X_BLOCK_BYTES + SCALED_SUM, _F32)
                 value = e.multiply_add(factor, e.broadcast(scaled_sum, LANES), value)
             b.store(value, self._slots[m][v])
 
@@ -132,7 +131,7 @@ class Fixed:
         for slot in chain(*self._slots):
             self._e.b.store(ir.Constant(VI32, [0] * LANES), slot)
 
-    def add(self, v: int, sums: list[Any], factors: list[Any], numbers: Any, steps: Any) -> None:
+    def add(self, v: int, sums: list[Any], factors: list[Any], x_block: Any, steps: Any) -> None:
         """x_steps[m] * (scale * lower half of sums[m] + minimum * upper half)."""
         e, b = self._e, self._e.b
         for m, block_sum in enumerate(sums):
@@ -231,7 +230,7 @@ def _factors(form: WeightFormat) -> int:
     return 1 if form.fixed else 3 if form.minimum else 2
 
 
-def _first_sum(e: Emit, form: WeightFormat, numbers: Any, row: int, width: int) -> Any:
+def _first_sum(e: Emit, form: WeightFormat, x_block: Any, row: int, width: int) -> Any:
     """What the sum of a block begins with, in each of 16 lanes: what takes the offset out of the weights.
 
     With MAGIC's bits added, a sum is the bits of the float MAGIC + sum.
@@ -239,7 +238,7 @@ def _first_sum(e: Emit, form: WeightFormat, numbers: Any, row: int, width: int) 
     start = ir.Constant(VI32, [MAGIC_BITS if width and not form.fixed else 0] * LANES)
     if not form.offset:
         return start
-    return e.b.add(start, e.broadcast(e.at(numbers, row * 4 + START, _I32), LANES))
+    return e.b.add(start, e.broadcast(e.at(x_block, row * X_BLOCK_BYTES + START, _I32), LANES))
 
 
 def _multiply_high(e: Emit, x: Any, y: Any, width: int) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine_core.kernels.cpu_layout import BLOCK, TASK_ROWS, X_STEP
 from engine_core.kernels.cpu_source.compiler import choose_side, floats, int64s, next_task, smaller
-from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_normed, rounded_row, row_numbers
+from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_normed, rounded_row
 from engine_core.kernels.cpu_source.vector import (
     LANES,
     add_rows,
@@ -60,8 +60,7 @@ def add_rms_norm() -> Callable[[Any], None]:
                 if rounded == 0:
                     scale_row(address, scale, weight, out + row * columns * 4, columns // LANES)
                     continue
-                target, numbers = rounded_row(rounded, row, blocks), row_numbers(rounded, row, blocks)
-                quantize_normed(address, scale, weight, target, numbers, blocks, offset)
+                quantize_normed(address, scale, weight, rounded_row(rounded, row, blocks), blocks, offset)
 
     return kernel
 
@@ -123,8 +122,7 @@ def silu_and_mul() -> Callable[[Any], None]:
                 if rounded == 0:
                     silu_multiply(gate, up, out + row * columns * 4, columns // LANES)
                     continue
-                target, numbers = rounded_row(rounded, row, blocks), row_numbers(rounded, row, blocks)
-                quantize_gated(gate, up, target, X_STEP, numbers, X_STEP, blocks, offset)
+                quantize_gated(gate, up, rounded_row(rounded, row, blocks), X_STEP, blocks, offset)
 
     return kernel
 

@@ -9,13 +9,13 @@ import numba
 
 from engine_core.kernels.cpu_layout import (
     ADD,
-    BLOCK,
     CHUNK,
     GATE,
     GROUP,
     PIECE,
     STORE,
     TASK_ROWS,
+    X_BLOCK_BYTES,
     X_GROUP,
     X_STEP,
     WeightFormat,
@@ -23,14 +23,7 @@ from engine_core.kernels.cpu_layout import (
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import STEP, dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import (
-    STEPS_BYTES,
-    fix_scales,
-    quantize_gated,
-    quantize_row,
-    rounded_row,
-    row_numbers,
-)
+from engine_core.kernels.cpu_source.rounding import STEPS_BYTES, quantize_gated, quantize_row, rounded_row, scale_fixer
 from engine_core.kernels.cpu_source.tile import linear_tile
 from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row, multiply_rows
 
@@ -52,6 +45,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
     alone, first, other = (_tiles(form, vectors, width, use) for use in ("", "write", "read"))
     block_bytes, panel_size, half = form.block_bytes, panel_bytes(form, vectors), form.block_bytes // 2
     fixed, finish, parts = form.fixed, _finish(result, form.fixed), 2 if result == GATE else 1
+    fix_scales = scale_fixer()
 
     def kernel(args: Any) -> None:
         rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
@@ -92,14 +86,14 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
                             fetch = panel  # anything that is near
                         number = row - first_row
                         xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + number) * ROW_BYTES
-                        nr, u = row_numbers(x, row, blocks), units + number * 4
+                        u = units + number * 4
                         q = steps + number // X_GROUP * blocks * STEPS_BYTES + number % X_GROUP * STEP
                         if single:
-                            alone(count, xr, nr, q, u, w, panel, begin, end, o, fetch)
+                            alone(count, xr, q, u, w, panel, begin, end, o, fetch)
                         elif row == first_row:
-                            first(count, xr, nr, q, u, w, panel, begin, end, o, fetch)
+                            first(count, xr, q, u, w, panel, begin, end, o, fetch)
                         else:
-                            other(count, xr, nr, q, u, w, panel, begin, end, o, fetch)
+                            other(count, xr, q, u, w, panel, begin, end, o, fetch)
                         fetch += (end - begin) * fetched
                         if end == blocks and part + 1 == parts:
                             finish(o, row, count, place, chunks, out, out_stride, bias, offset, scales)
@@ -114,15 +108,15 @@ def _tiles(form: WeightFormat, vectors: int, width: int, use: str) -> Any:
     one, two, four, eight = (dot_tile(form, rows, vectors, width, use) for rows in (1, 2, 4, 8))
 
     @numba.njit(inline="always")
-    def tile(count, x, numbers, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
+    def tile(count, x, steps, units, weights, panel, begin, end, sums, fetch):  # type: ignore[no-untyped-def]
         if count == 8:
-            eight(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
+            eight(x, steps, units, weights, panel, begin, end, sums, fetch)
         elif count == 4:
-            four(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
+            four(x, steps, units, weights, panel, begin, end, sums, fetch)
         elif count == 2:
-            two(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
+            two(x, steps, units, weights, panel, begin, end, sums, fetch)
         else:
-            one(x, numbers, steps, units, weights, panel, begin, end, sums, fetch)
+            one(x, steps, units, weights, panel, begin, end, sums, fetch)
 
     return tile
 
@@ -155,8 +149,7 @@ def _finish(result: int, fixed: bool) -> Any:
             at += ROW_BYTES
         if result == GATE:  # a row has one block of a chunk, and the rows are of one group
             target = rounded_row(out, first_row, out_stride) + chunk * X_STEP
-            numbers = row_numbers(out, first_row, out_stride) + chunk * X_STEP
-            quantize_gated(gate, sums, target, BLOCK, numbers, 4, count, offset)
+            quantize_gated(gate, sums, target, X_BLOCK_BYTES, count, offset)
 
     return finish
 
@@ -172,8 +165,7 @@ def quantize() -> Callable[[Any], None]:
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
-                target, numbers = rounded_row(out, row, blocks), row_numbers(out, row, blocks)
-                quantize_row(x + row * x_stride * 4, target, numbers, blocks, offset)
+                quantize_row(x + row * x_stride * 4, rounded_row(out, row, blocks), blocks, offset)
 
     return kernel
 

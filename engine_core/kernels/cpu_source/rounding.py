@@ -14,11 +14,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, X_GROUP, X_STEP, X_STEPS
+from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP, X_STEP, X_STEPS
 from engine_core.kernels.cpu_source.tile import Emit
 from engine_core.kernels.cpu_source.vector import LANES, silu_product
 
-SCALE, SCALED_SUM, START = (4 * X_GROUP * kind for kind in range(3))  # bytes from the first of a block's numbers
+SCALE, SCALED_SUM, START = BLOCK, BLOCK + 4, BLOCK + 8  # where in a block of rounded inputs
 MAGIC = 1.5 * 2**23  # added to a small float, it leaves no bits behind the point
 MAGIC_BITS = 0x4B400000
 
@@ -28,97 +28,110 @@ TOGETHER = 4  # blocks that are rounded at once
 STEPS_BYTES = X_GROUP * 4  # of the scales of a group of rows in fixed point, for a block
 _VI32, _VF32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _QI32, _QF32 = ir.VectorType(_I32, TOGETHER), ir.VectorType(_F32, TOGETHER)
-_GI32, _GF32 = ir.VectorType(_I32, X_GROUP), ir.VectorType(_F32, X_GROUP)
 _BYTES = ir.VectorType(_I8, 4 * LANES)
 
 
 @numba.njit(inline="always")
 def rounded_row(rounded, row, blocks):  # type: ignore[no-untyped-def]
-    """The address of a row's first block; its others are `X_STEP` apart, with those of its neighbours between.
+    """The address of a row's first block; its others are `X_GROUP` blocks apart, with those of its neighbours between.
 
     So a tile of rows reads all its inputs at constant distances from one address.
     """
-    return rounded + row // X_GROUP * blocks * X_STEP + row % X_GROUP * BLOCK
+    return rounded + (row // X_GROUP * blocks * X_GROUP + row % X_GROUP) * X_BLOCK_BYTES
 
 
-@numba.njit(inline="always")
-def row_numbers(rounded, row, blocks):  # type: ignore[no-untyped-def]
-    """The address of the numbers that go with a row's first block."""
-    return rounded + row // X_GROUP * blocks * X_STEP + X_GROUP * BLOCK + row % X_GROUP * 4
+def scale_fixer() -> Any:
+    """A function `fix(rounded, first_row, last_row, blocks, steps, units)` that writes down the scales of some rounded
+    rows in fixed point, each twice beside itself, group by group, and the unit of each row. The first row is the first
+    of a group."""
+    group, alone = _fix_rows(X_GROUP), _fix_rows(1)
+
+    @numba.njit(inline="always")
+    def fix(rounded, first_row, last_row, blocks, steps, units):  # type: ignore[no-untyped-def]
+        row = first_row
+        while row < last_row:
+            number = row - first_row
+            scales = rounded_row(rounded, row, blocks) + SCALE
+            target = steps + (number // X_GROUP * blocks * X_GROUP + number % X_GROUP) * 4
+            if last_row - row >= X_GROUP:
+                group(scales, blocks, target, units + number * 4)
+                row += X_GROUP
+            else:
+                alone(scales, blocks, target, units + number * 4)
+                row += 1
+
+    return fix
 
 
-@numba.njit(inline="always")
-def fix_scales(rounded, first_row, last_row, blocks, steps, units):  # type: ignore[no-untyped-def]
-    """Write down the scales of some rounded rows in fixed point, each twice beside itself, and the unit of each row.
+def _fix_rows(rows: int) -> Any:
+    """The same for a number of rows of one group, as an intrinsic `fix(scales, blocks, steps, units)`."""
+    integers, numbers = ir.VectorType(_I32, rows), ir.VectorType(_F32, rows)
 
-    The first row is the first of a group.
-    """
-    for row in range(first_row, last_row, X_GROUP):
-        number = row - first_row
-        fix_group(row_numbers(rounded, row, blocks), blocks, steps + number * blocks * 4, units + number * 4)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fix_group(typing_context: Any, scales: Any, blocks: Any, steps: Any, units: Any) -> Any:
-    """`fix_group(scales, blocks, steps, units)`: the same for the rows of one group. Rows that are not there have any
-    scales."""
+    def constant(value: float) -> Any:
+        return ir.Constant(numbers, [value] * rows)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         scales, blocks, steps, units = values
         e, b = Emit(builder), builder
 
-        def scale(block: Any, kind: Any) -> Any:
-            return e.at(b.add(scales, b.mul(block, e.const(X_STEP))), SCALE, kind)
+        def scale(block: Any) -> Any:
+            start, vector = b.add(scales, b.mul(block, e.const(X_STEP))), ir.Constant(integers, ir.Undefined)
+            for m in range(rows):
+                vector = b.insert_element(vector, e.at(start, m * X_BLOCK_BYTES, _I32), ir.Constant(_I32, m))
+            return vector
 
-        largest = cgutils.alloca_once_value(b, ir.Constant(_GI32, [0] * X_GROUP))
+        largest = cgutils.alloca_once_value(b, ir.Constant(integers, [0] * rows))
         with cgutils.for_range(b, blocks, intp=_I64) as loop:  # as integers, of which a NaN is the largest
-            b.store(_larger(e, scale(loop.index, _GI32), b.load(largest)), largest)
-        value = b.bitcast(b.load(largest), _GF32)
-        small, infinite, zero = (ir.Constant(_GF32, [number] * X_GROUP) for number in (_SMALLEST / 1000, math.inf, 0.0))
-        # Smaller scales are of blocks that have only zeros.
-        counts = b.and_(b.fcmp_ordered(">", value, small), b.fcmp_ordered("<", value, infinite))
-        inverse = b.select(counts, b.fdiv(ir.Constant(_GF32, [float(X_STEPS)] * X_GROUP), value), zero)
-        e.put(b.fmul(value, ir.Constant(_GF32, [1 / X_STEPS] * X_GROUP)), units, 0)
-        half, pair = ir.Constant(_GF32, [0.5] * X_GROUP), ir.Constant(_GI32, [0x10001] * X_GROUP)
+            b.store(_larger(e, scale(loop.index), b.load(largest)), largest)
+        value = b.bitcast(b.load(largest), numbers)
+        # What is smaller are scales of blocks that have only zeros.
+        counts = b.and_(
+            b.fcmp_ordered(">", value, constant(_SMALLEST / 1000)), b.fcmp_ordered("<", value, constant(math.inf))
+        )
+        inverse = b.select(counts, b.fdiv(constant(float(X_STEPS)), value), constant(0.0))
+        e.put(b.fmul(value, constant(1 / X_STEPS)), units, 0)
         with cgutils.for_range(b, blocks, intp=_I64) as loop:
-            whole = b.fptosi(b.fadd(b.fmul(scale(loop.index, _GF32), inverse), half), _GI32)
-            whole = b.select(counts, whole, ir.Constant(_GI32, [0] * X_GROUP))
-            e.put(b.mul(whole, pair), b.add(steps, b.mul(loop.index, e.const(STEPS_BYTES))), 0)
+            product = b.fmul(b.bitcast(scale(loop.index), numbers), inverse)
+            whole = b.fptosi(b.fadd(product, constant(0.5)), integers)
+            whole = b.select(counts, whole, ir.Constant(integers, [0] * rows))
+            pair = b.mul(whole, ir.Constant(integers, [0x10001] * rows))
+            e.put(pair, b.add(steps, b.mul(loop.index, e.const(STEPS_BYTES))), 0)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+    @intrinsic  # type: ignore[untyped-decorator]
+    def fix(typing_context: Any, scales: Any, blocks: Any, steps: Any, units: Any) -> Any:
+        return types.void(*[types.int64] * 4), codegen
+
+    return fix
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_row(typing_context: Any, x: Any, out: Any, numbers: Any, blocks: Any, offset: Any) -> Any:
-    """`quantize_row(x, out, numbers, blocks, offset)`: 32 floats a block at address `x` to blocks at `out`, and what
-    goes with them to `numbers`, all `X_STEP` apart.
+def quantize_row(typing_context: Any, x: Any, out: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_row(x, out, blocks, offset)`: 32 floats a block at address `x` to blocks at `out`, `X_STEP` apart.
 
     The largest of a block becomes 127. A NaN or an infinity makes the scale NaN or infinite, and with it all that it
     meets.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, out, numbers, blocks, offset = values
+        x, out, blocks, offset = values
         e = Emit(builder)
 
         def block(at: Any) -> list[Any]:
             return _halves(e, builder.add(x, at))
 
-        _quantize(e, block, blocks, (out, e.const(X_STEP)), (numbers, e.const(X_STEP)), offset)
+        _quantize(e, block, blocks, out, e.const(X_STEP), offset)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_normed(
-    typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, numbers: Any, blocks: Any, offset: Any
-) -> Any:
-    """`quantize_normed(x, scale, weight, out, numbers, blocks, offset)`: as `quantize_row`, of x * scale * weight."""
+def quantize_normed(typing_context: Any, x: Any, scale: Any, weight: Any, out: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_normed(x, scale, weight, out, blocks, offset)`: as `quantize_row`, of x * scale * weight."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, scale, weight, out, numbers, blocks, offset = values
+        x, scale, weight, out, blocks, offset = values
         e = Emit(builder)
         factor = e.broadcast(scale, LANES)
 
@@ -126,65 +139,47 @@ def quantize_normed(
             parts = (_halves(e, builder.add(address, at)) for address in (x, weight))
             return [builder.fmul(builder.fmul(a, factor), b) for a, b in zip(*parts, strict=True)]
 
-        _quantize(e, block, blocks, (out, e.const(X_STEP)), (numbers, e.const(X_STEP)), offset)
+        _quantize(e, block, blocks, out, e.const(X_STEP), offset)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, *[types.int64] * 5), codegen
+    return types.void(types.int64, types.float32, *[types.int64] * 4), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_gated(
-    typing_context: Any,
-    gate: Any,
-    up: Any,
-    out: Any,
-    step: Any,
-    numbers: Any,
-    numbers_step: Any,
-    blocks: Any,
-    offset: Any,
-) -> Any:
-    """`quantize_gated(gate, up, out, step, numbers, numbers_step, blocks, offset)`: as `quantize_row`, of SiLU(gate) *
-    up, to blocks and numbers as many bytes apart as their steps."""
+def quantize_gated(typing_context: Any, gate: Any, up: Any, out: Any, step: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_gated(gate, up, out, step, blocks, offset)`: as `quantize_row`, of SiLU(gate) * up, to blocks that are
+    `step` bytes apart."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        gate, up, out, step, numbers, numbers_step, blocks, offset = values
+        gate, up, out, step, blocks, offset = values
         e = Emit(builder)
 
         def block(at: Any) -> list[Any]:
             parts = (_halves(e, builder.add(address, at)) for address in (gate, up))
             return [silu_product(e, *pair) for pair in zip(*parts, strict=True)]
 
-        _quantize(e, block, blocks, (out, step), (numbers, numbers_step), offset)
+        _quantize(e, block, blocks, out, step, offset)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 6), codegen
 
 
 def _halves(e: Emit, address: Any) -> list[Any]:
     return [e.at(address, 4 * LANES * half, _VF32) for half in (0, 1)]
 
 
-def _quantize(
-    e: Emit,
-    block: Callable[[Any], list[Any]],
-    blocks: Any,
-    out: tuple[Any, Any],
-    numbers: tuple[Any, Any],
-    offset: Any,
-) -> None:
-    """`block` makes the two halves of a block from where it begins, in bytes; they are `BLOCK` floats apart. Addresses
-    and steps of where to write."""
+def _quantize(e: Emit, block: Callable[[Any], list[Any]], blocks: Any, out: Any, step: Any, offset: Any) -> None:
+    """`block` makes the two halves of a block from where it begins, in bytes; they are `BLOCK` floats apart."""
     b = e.b
     whole = b.and_(blocks, e.const(-TOGETHER))
     for begin, end, count in ((e.const(0), whole, TOGETHER), (whole, blocks, 1)):
         with cgutils.for_range_slice(b, begin, end, e.const(count), intp=_I64) as (first, _):
-            which = [b.add(first, e.const(i)) for i in range(count)]
-            targets, places = ([b.add(start, b.mul(at, step)) for at in which] for start, step in (out, numbers))
-            _quantize_blocks(e, [block(b.mul(at, e.const(4 * BLOCK))) for at in which], targets, places, offset)
+            numbers = [b.add(first, e.const(i)) for i in range(count)]
+            targets = [b.add(out, b.mul(number, step)) for number in numbers]
+            _quantize_blocks(e, [block(b.mul(number, e.const(4 * BLOCK))) for number in numbers], targets, offset)
 
 
-def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], places: list[Any], offset: Any) -> None:
+def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], offset: Any) -> None:
     """Up to four blocks, which share what is done once for each: most of the instructions would be that."""
     b = e.b
     # As integers, since a NaN is the largest of those; it would get lost among floats.
@@ -206,9 +201,9 @@ def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], place
     scale = b.fmul(largest, ir.Constant(_QF32, [1 / 127] * TOGETHER))
     scaled_sum = b.fmul(scale, b.sitofp(integer_sum, _QF32))
     start = b.mul(integer_sum, e.broadcast(b.neg(b.trunc(offset, _I32)), TOGETHER))
-    for number, place in enumerate(places):
-        for value, kind in ((scale, SCALE), (scaled_sum, SCALED_SUM), (start, START)):
-            e.put(b.extract_element(value, ir.Constant(_I32, number)), place, kind)
+    for number, target in enumerate(targets):
+        for value, place in ((scale, SCALE), (scaled_sum, SCALED_SUM), (start, START)):
+            e.put(b.extract_element(value, ir.Constant(_I32, number)), target, place)
 
 
 def _reduce(e: Emit, vectors: list[Any], combine: Callable[[Emit, Any, Any], Any]) -> Any:
