@@ -1,7 +1,7 @@
-"""Repacks weights for the CPU kernels: a GGUF file's blocks of 4, 5 or 8 bits exactly, anything else rounded to int8.
+"""Repacks weights for the CPU kernels: a GGUF file's blocks of 4, 5 or 8 bits, anything else rounded to int8.
 
-Matrices of 4 bits throughout stay so, since one row of input is bound by the bytes that come from memory. All others
-are kept as bytes.
+Integers stay as they are. Matrices of 4 bits throughout stay so, since one row of input is bound by the bytes that come
+from memory, with their scales in fixed point. All others are kept as bytes, with the file's scales.
 """
 
 from __future__ import annotations
