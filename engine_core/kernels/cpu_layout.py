@@ -25,8 +25,8 @@ NO_WINDOW = 1 << 40  # positions: every query sees all before it
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a block of 32 weights is kept: as integers of 4 or 8 bits with a half-precision scale or as plain floats
-    (32), and whether a block has a minimum that is added to each of its weights."""
+    """How a block of 32 weights is kept: as integers of 4 bits with a scale in fixed point, of 8 bits with one in half
+    precision, or as plain floats (32); and whether a block has a minimum that is added to each of its weights."""
 
     bits: int
     minimum: bool = False

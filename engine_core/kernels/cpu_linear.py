@@ -15,7 +15,8 @@ SMALL = 16_384  # inputs that one thread rounds sooner than two could agree to s
 class PackedLinear:
     """y = x W^T + b on packed weights; see `Linear`. A row of y does not depend on the other rows of x.
 
-    Integer weights: x is rounded to int8, with a scale for each 32 values of a row, and the products are exact.
+    Integer weights: x is rounded to int8, with a scale for each 32 values of a row, and the sums of 32 products are
+    exact. With 4 bits these are scaled in fixed point, see `WeightFormat.fixed`.
     `width` is of the instruction to use, as `dot_width` tells it.
     """
 

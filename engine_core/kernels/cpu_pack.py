@@ -30,6 +30,7 @@ class PackedWeight:
 
     Integers are unsigned, raised by `form.offset`. Four inputs of an output lie side by side, then those of the next
     output of the chunk; of 4 bits, the low ones are inputs of a block's first half, the high ones of its second half.
+    Scales of a block's outputs lie side by side, then their minima; in fixed point each minimum beside its scale.
     """
 
     form: WeightFormat

@@ -18,9 +18,9 @@ from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.torch import TorchAttention
 from engine_core.batch import ForwardBatch
 from engine_core.kernels import cpu_elementwise, cpu_team
-from engine_core.kernels.cpu_cache import dot_width
+from engine_core.kernels.cpu_cache import dot_width, kernel
 from engine_core.kernels.cpu_layout import X_STEPS
-from engine_core.kernels.cpu_linear import PackedLinear
+from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
 from engine_core.layers.linear import DenseLinear, make_linear
 from engine_core.loader.weights import QuantizedWeight
@@ -197,6 +197,23 @@ def test_what_is_no_number_stays_none_and_in_its_row(value: float, kind: Q) -> N
     assert not out[7].isfinite().any()
     out[7] = clean[7]
     assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q8_0])
+def test_whatever_lies_in_the_place_of_rows_that_are_not_there(kind: Q) -> None:
+    """Rows are rounded into groups of eight, and multiplied by tiles that may hold fewer."""
+    linear, team = PackedLinear(pack_quantized([gguf_weight(kind, 70, 608)])), cpu_team.cpu_team()
+    for rows in (*range(1, 10), 49, 53):
+        x = torch.randn(rows, 608)
+        results = []
+        for number in (0, -1, math.nan, math.inf, 3e38):
+            inputs = torch.full((rounded_bytes(rows, 608) // 4,), number)
+            args = (rows, x.data_ptr(), x.stride(0), 19, inputs.data_ptr(), linear.weight.form.offset)
+            team.run(kernel("linear:quantize"), args)
+            results.append(torch.full((rows, linear.width), math.nan))
+            team.run(*linear.product(rows, inputs.data_ptr(), 0, results[-1].data_ptr()))
+        assert torch.equal(results[0][:, :70], linear(x))
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

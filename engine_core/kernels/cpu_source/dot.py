@@ -3,7 +3,8 @@
 The inputs of a layer are rounded to int8 too, with a scale for each block of 32. Then four products cost one lane of
 one instruction (VNNI), and a block's sum is an exact integer whatever computes it. What follows once a block costs as
 much as three products in floats, but two in fixed point, which 4-bit weights allow: see `WeightFormat.fixed`. A row of
-the result depends on no other row, and is the same on every processor, bit for bit.
+the result depends on no other row, and is the same on every processor that multiplies and adds floats in one
+instruction, bit for bit.
 """
 
 from __future__ import annotations

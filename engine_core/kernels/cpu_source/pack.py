@@ -77,7 +77,8 @@ def fix() -> Callable[[Any], None]:
     The scales of `rows` of a `PackedWeight` from `first row` on, in half precision, become numbers in fixed point with
     a unit for each row; so do minima, beside the scales, of weights less 8. Strides are in bytes.
 
-    A scale is kept to 2^-16 of its row's largest, where half precision keeps it to 2^-12 of its own.
+    A scale is kept to 2^-16 of its row's largest, or of an eighth of the largest minimum if that is more, where half
+    precision keeps it to 2^-12 of its own.
     """
 
     def kernel(args: Any) -> None:

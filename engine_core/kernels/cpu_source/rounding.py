@@ -1,6 +1,7 @@
 """Rounds the inputs of a product to int8, with a scale for each block of 32: of rows as they are, normed or gated.
 
-And the scales to a fixed point."""
+And the scales to fixed point.
+"""
 
 from __future__ import annotations
 
