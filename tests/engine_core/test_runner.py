@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,23 @@ def test_batch_layout() -> None:
     assert batch.query_lens.tolist() == [6, 1]
     assert batch.context_lens.tolist() == [9, 4]
     assert batch.logits_rows.tolist() == [6]
+
+
+def test_decode_rows_take_the_last_sampled_ids_of_their_slots_and_chunks_their_own() -> None:
+    sampling = SamplingParams()
+    committed = Request(1, [5, 6], sampling, block_ids=[1], slot=3, output_ids=[70])
+    pending = Request(2, [7, 8, 9], sampling, block_ids=[2], slot=0, output_ids=[71], num_pending=1)
+    resumed = Request(3, [10, 11], sampling, block_ids=[3], slot=2, output_ids=[72, 73])  # in another's former slot
+    new = Request(4, [20, 21, 22, 23], sampling, block_ids=[4], slot=1)
+    last = np.array([81, 99, 99, 70])
+    rows = (ScheduledRow(committed, 2, 1, True), ScheduledRow(pending, 4, 1, True))
+    chunks = (ScheduledRow(resumed, 3, 1, True), ScheduledRow(new, 1, 2, False))
+    for plan, expected in (
+        (StepPlan(rows, num_tokens=2, num_decodes=2), [70, 81]),
+        (StepPlan((*rows, *chunks), num_tokens=5, num_decodes=2), [70, 81, 73, 21, 22]),
+        (StepPlan(chunks, num_tokens=3), [73, 21, 22]),
+    ):
+        assert make_batch(plan, 4, torch.device("cpu"), last).token_ids.tolist() == expected
 
 
 def test_facts_and_progress(tmp_path: Path) -> None:
