@@ -176,7 +176,7 @@ def build_runner(
     with _timed(seconds, "warm-up"):
         report("compiling kernels" if device.type == "cpu" and not has_kernels() else "warming up", None)
         warm_up(runner, config, spec, num_blocks)
-    cpu_memory.weights().gather()  # no sooner, as it takes a second
+    cpu_memory.weights().gather()  # no sooner: kernels would wait for the pages that are being moved
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,

@@ -12,9 +12,9 @@ X_GROUP = 8  # rows of rounded inputs whose blocks lie side by side: the first o
 X_STEP = X_GROUP * X_BLOCK_BYTES  # from one block of a row to its next
 TASK_ROWS = 4  # rows in a task of what is done row by row: the blocks of as many fill whole cache lines
 PIECE = 18  # blocks of inputs of which a tile computes the sums at once
-# In fixed point an input's scale is a whole number of steps, the largest of its row this many: so the sums of a piece
-# stay below 2^31, whatever the inputs. See `WeightFormat.fixed`.
-X_STEPS = 2**31 // (PIECE * 2 * 127 * 8 * BLOCK)
+# In fixed point an input's scale is a whole number of steps, those of a row's piece together this many, but for
+# rounding: so a scale fits 16 bits and a piece's sums 32, whatever the inputs. See `WeightFormat.fixed`.
+X_STEPS = min(2**15 - 1, 2**31 // (2 * 127 * 8 * BLOCK)) - PIECE
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: it lies in memory, is added to what does, or SiLU(half) * half
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention

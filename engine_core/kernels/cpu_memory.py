@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ HUGE_PAGE = 2**21  # bytes
 REGION = 32 * HUGE_PAGE  # of weights: most matrices are smaller than a huge page, so they share it
 _ADVISE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it: the system gathers in its own time
 _COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1: at once
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _REST = 4  # times as long as moving a page took, before the next: whoever needs its memory meanwhile waits for it
 
 
@@ -64,7 +66,7 @@ class Arena:
         with self._lock:
             regions, self._written = [weakref.ref(pages) for pages in self._written], weakref.WeakSet()
             unused, self._free = self._free.data_ptr(), self._free[:0]
-        if _ADVISE is None or not regions:
+        if _ADVISE is None or not regions or _switched_off():
             return None
         thread = threading.Thread(target=_gather, args=(regions, unused), name="huge pages", daemon=True)
         thread.start()
@@ -99,6 +101,13 @@ def _collapse(pages: mmap.mmap, at: int, unused: int) -> bool:
     with contextlib.suppress(OSError):
         assert _ADVISE is not None
         pages.madvise(_ADVISE)
+    return False
+
+
+def _switched_off() -> bool:
+    """Whether whoever runs the system wants no huge pages: to be asked for at once they would come all the same."""
+    with contextlib.suppress(OSError):
+        return "[never]" in _SETTING.read_text()
     return False
 
 

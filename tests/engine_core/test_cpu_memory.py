@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -93,6 +94,17 @@ def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch, advice: in
     else:
         gather(arena)
     assert (piece == 1).all()
+
+
+def test_a_system_whose_owner_wants_no_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arena = Arena()
+    arena.take(HUGE_PAGE * 2).fill_(1)
+    monkeypatch.setattr(cpu_memory, "_SETTING", tmp_path / "enabled")
+    cpu_memory._SETTING.write_text("always madvise [never]\n")
+    assert arena.gather() is None
+    arena.take(HUGE_PAGE * 2).fill_(1)
+    cpu_memory._SETTING.write_text("always [madvise] never\n")
+    gather(arena)
 
 
 def test_a_pool_takes_no_memory_until_it_is_written() -> None:

@@ -45,15 +45,16 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
     alone, first, other = (_tiles(form, vectors, width, use) for use in ("", "write", "read"))
     block_bytes, panel_size, half = form.block_bytes, panel_bytes(form, vectors), form.block_bytes // 2
     fixed, finish, parts = form.fixed, _finish(result, form.fixed), 2 if result == GATE else 1
-    fix_scales = scale_fixer()
+    fix_scales = scale_fixer(ROWS * 4)
 
     def kernel(args: Any) -> None:
         rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
         out, out_stride, bias, offset, scales = args[6], args[7], args[8], args[9], args[10]
-        panel = stack(PIECE * panel_size + ROWS * (parts * ROW_BYTES + (blocks * STEP + 4 if fixed else 0)))
+        pieces = (blocks + PIECE - 1) // PIECE
+        panel = stack(PIECE * panel_size + ROWS * (parts * ROW_BYTES + ((pieces + blocks) * 4 if fixed else 0)))
         sums = panel + PIECE * panel_size
         units = sums + parts * ROWS * ROW_BYTES
-        steps, known = units + ROWS * 4, -1
+        steps, known = units + pieces * ROWS * 4, -1
         tasks = chunks * ((rows + ROWS - 1) // ROWS)
         side = choose_side(args)
         task = next_task(args, side, tasks)
@@ -76,7 +77,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
                 if part + 1 == parts:
                     fetch = weights + following % chunks * blocks * block_bytes
                 fetch_end = fetch + blocks * block_bytes if following < tasks or part + 1 < parts else fetch
-                for piece in range((blocks + PIECE - 1) // PIECE):
+                for piece in range(pieces):
                     begin, row = piece * PIECE, first_row
                     end = smaller(begin + PIECE, blocks)
                     while row < last_row:
@@ -86,7 +87,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
                             fetch = panel  # anything that is near
                         number = row - first_row
                         xr, o = rounded_row(x, row, blocks), sums + (part * ROWS + number) * ROW_BYTES
-                        u = units + number * 4
+                        u = units + (piece * ROWS + number) * 4
                         q = steps + number // X_GROUP * blocks * STEPS_BYTES + number % X_GROUP * STEP
                         if single:
                             alone(count, xr, q, u, w, panel, begin, end, o, fetch)

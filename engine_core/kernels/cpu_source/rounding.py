@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, X_BLOCK_BYTES, X_GROUP, X_STEP, X_STEPS
+from engine_core.kernels.cpu_layout import BLOCK, PIECE, X_BLOCK_BYTES, X_GROUP, X_STEP, X_STEPS
 from engine_core.kernels.cpu_source.tile import Emit
 from engine_core.kernels.cpu_source.vector import LANES, silu_product
 
@@ -41,11 +41,11 @@ def rounded_row(rounded, row, blocks):  # type: ignore[no-untyped-def]
     return rounded + (row // X_GROUP * blocks * X_GROUP + row % X_GROUP) * X_BLOCK_BYTES
 
 
-def scale_fixer() -> Any:
+def scale_fixer(units_step: int) -> Any:
     """A function `fix(rounded, first_row, last_row, blocks, steps, units)` that writes down the scales of some rounded
-    rows in fixed point, each twice beside itself, group by group, and the unit of each row. The first row is the first
-    of a group."""
-    group, alone = _fix_rows(X_GROUP), _fix_rows(1)
+    rows in fixed point, each twice beside itself, group by group, and each row's unit for a piece, `units_step` bytes
+    from that for the next. The first row is the first of a group."""
+    group, alone = (_fix_rows(rows, units_step) for rows in (X_GROUP, 1))
 
     @numba.njit(inline="always")
     def fix(rounded, first_row, last_row, blocks, steps, units):  # type: ignore[no-untyped-def]
@@ -64,39 +64,43 @@ def scale_fixer() -> Any:
     return fix
 
 
-def _fix_rows(rows: int) -> Any:
+def _fix_rows(rows: int, units_step: int) -> Any:
     """The same for a number of rows of one group, as an intrinsic `fix(scales, blocks, steps, units)`."""
-    integers, numbers = ir.VectorType(_I32, rows), ir.VectorType(_F32, rows)
+    integers, floats = ir.VectorType(_I32, rows), ir.VectorType(_F32, rows)
 
     def constant(value: float) -> Any:
-        return ir.Constant(numbers, [value] * rows)
+        return ir.Constant(floats, [value] * rows)
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         scales, blocks, steps, units = values
         e, b = Emit(builder), builder
 
         def scale(block: Any) -> Any:
-            start, vector = b.add(scales, b.mul(block, e.const(X_STEP))), ir.Constant(integers, ir.Undefined)
+            start, vector = b.add(scales, b.mul(block, e.const(X_STEP))), ir.Constant(floats, ir.Undefined)
             for m in range(rows):
-                vector = b.insert_element(vector, e.at(start, m * X_BLOCK_BYTES, _I32), ir.Constant(_I32, m))
+                vector = b.insert_element(vector, e.at(start, m * X_BLOCK_BYTES, _F32), ir.Constant(_I32, m))
             return vector
 
-        largest = cgutils.alloca_once_value(b, ir.Constant(integers, [0] * rows))
-        with cgutils.for_range(b, blocks, intp=_I64) as loop:  # as integers, of which a NaN is the largest
-            b.store(_larger(e, scale(loop.index), b.load(largest)), largest)
-        value = b.bitcast(b.load(largest), numbers)
-        # What is smaller are scales of blocks that have only zeros.
-        counts = b.and_(
-            b.fcmp_ordered(">", value, constant(_SMALLEST / 1000)), b.fcmp_ordered("<", value, constant(math.inf))
-        )
-        inverse = b.select(counts, b.fdiv(constant(float(X_STEPS)), value), constant(0.0))
-        e.put(b.fmul(value, constant(1 / X_STEPS)), units, 0)
-        with cgutils.for_range(b, blocks, intp=_I64) as loop:
-            product = b.fmul(b.bitcast(scale(loop.index), numbers), inverse)
-            whole = b.fptosi(b.fadd(product, constant(0.5)), integers)
-            whole = b.select(counts, whole, ir.Constant(integers, [0] * rows))
-            pair = b.mul(whole, ir.Constant(integers, [0x10001] * rows))
-            e.put(pair, b.add(steps, b.mul(loop.index, e.const(STEPS_BYTES))), 0)
+        with cgutils.for_range_slice(b, e.const(0), blocks, e.const(PIECE), intp=_I64) as (begin, _):
+            end = b.add(begin, e.const(PIECE))
+            end = b.select(b.icmp_signed("<", end, blocks), end, blocks)
+            total = cgutils.alloca_once(b, floats)
+            b.store(constant(0.0), total)
+            with cgutils.for_range_slice(b, begin, end, e.const(1), intp=_I64) as (block, _):
+                b.store(b.fadd(b.load(total), scale(block)), total)
+            value = b.load(total)  # a NaN or an infinity is one in all of the piece
+            # What is smaller are scales of blocks that have only zeros.
+            counts = b.and_(
+                b.fcmp_ordered(">", value, constant(_SMALLEST / 1000)), b.fcmp_ordered("<", value, constant(math.inf))
+            )
+            inverse = b.select(counts, b.fdiv(constant(float(X_STEPS)), value), constant(0.0))
+            piece = b.sdiv(begin, e.const(PIECE))
+            e.put(b.fmul(value, constant(1 / X_STEPS)), b.add(units, b.mul(piece, e.const(units_step))), 0)
+            with cgutils.for_range_slice(b, begin, end, e.const(1), intp=_I64) as (block, _):
+                whole = b.fptosi(b.fadd(b.fmul(scale(block), inverse), constant(0.5)), integers)
+                whole = b.select(counts, whole, ir.Constant(integers, [0] * rows))
+                pair = b.mul(whole, ir.Constant(integers, [0x10001] * rows))
+                e.put(pair, b.add(steps, b.mul(block, e.const(STEPS_BYTES))), 0)
         return context.get_dummy_value()
 
     @intrinsic  # type: ignore[untyped-decorator]
