@@ -155,7 +155,7 @@ def test_fixed_point_costs_little_beside_rounded_inputs(kind: Q) -> None:
     weight, x = gguf_weight(kind, 192, 1536), torch.randn(20, 1536)
     exact, matrix = x.double(), torch.from_numpy(weight.dequantize()).double().T
     floats, fixed = rounded(x) @ matrix - exact @ matrix, PackedLinear(pack_quantized([weight]))(x) - exact @ matrix
-    assert fixed.square().mean() < 1.1 * floats.square().mean()  # of noise; 1.015 as measured
+    assert fixed.square().mean() < 1.1 * floats.square().mean()  # of noise; 1.01 as measured
     x[:, 700] *= 1000  # what is far from an outlier keeps its precision
     exact = x.double()
     floats, fixed = rounded(x) @ matrix - exact @ matrix, PackedLinear(pack_quantized([weight]))(x) - exact @ matrix

@@ -2,9 +2,9 @@
 
 The inputs of a layer are rounded to int8 too, with a scale for each block of 32. Then four products cost one lane of
 one instruction (VNNI), and a block's sum is an exact integer whatever computes it. What follows once a block costs as
-much as three products in floats, but two in fixed point, which 4-bit weights allow: see `WeightFormat.fixed`. A row of
-the result depends on no other row, and is the same on every processor that multiplies and adds floats in one
-instruction, bit for bit.
+much as two products in floats and three if there are minima, but two in any case in fixed point, which 4-bit weights
+allow: see `WeightFormat.fixed`. A row of the result depends on no other row, and is the same on every processor that
+multiplies and adds floats in one instruction, bit for bit.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class Fixed:
         self._e, self._width = e, width
 
     def begin(self, out: Any, begin: Any) -> None:
-        """A piece starts at zero: `end` adds it to what is there."""
-        for slot in chain(*self._slots):
-            self._e.b.store(ir.Constant(VI32, [0] * LANES), slot)
+        """Nothing: a piece starts at zero, and `end` adds it to what is there."""
 
     def add(self, v: int, sums: list[Any], factors: list[Any], x_block: Any, steps: Any) -> None:
         """x_steps[m] * (scale * lower half of sums[m] + minimum * upper half)."""

@@ -176,34 +176,30 @@ def silu_product(e: Emit, gate: Any, up: Any) -> Any:
     return e.b.fmul(e.b.fdiv(gate, sigmoid_inverse), up)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def add_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any:
-    """`add_rows(x, y, out, vectors)`: out = x + y, which may be the same memory."""
+def _combine_rows(operation: str) -> Any:
+    """The code of an intrinsic `combine(x, y, out, vectors)`: `operation` of the builder on each number."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, y, out, vectors = values
         e = Emit(builder)
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             at = builder.mul(loop.index, e.const(LANES))
-            e.store(builder.fadd(e.load(x, at, LANES), e.load(y, at, LANES)), out, at)
+            e.store(getattr(builder, operation)(e.load(x, at, LANES), e.load(y, at, LANES)), out, at)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+    return codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any:
+    """`add_rows(x, y, out, vectors)`: out = x + y, which may be the same memory."""
+    return types.void(*[types.int64] * 4), _combine_rows("fadd")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def multiply_rows(typing_context: Any, x: Any, y: Any, out: Any, vectors: Any) -> Any:
     """`multiply_rows(x, y, out, vectors)`: out = x * y, which may be the same memory."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, y, out, vectors = values
-        e = Emit(builder)
-        with cgutils.for_range(builder, vectors, intp=_I64) as loop:
-            at = builder.mul(loop.index, e.const(LANES))
-            e.store(builder.fmul(e.load(x, at, LANES), e.load(y, at, LANES)), out, at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    return types.void(*[types.int64] * 4), _combine_rows("fmul")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
