@@ -1,4 +1,4 @@
-"""A plan as tensors: what one forward pass reads. Made anew each step and passed explicitly."""
+"""A plan as tensors: what one forward pass reads, passed explicitly. Made anew each step, or kept while rows decode."""
 
 from __future__ import annotations
 
@@ -72,6 +72,71 @@ def make_batch(
         context_lens=context_lens,
         logits_rows=torch.from_numpy((query_starts[1:] - 1)[samples].astype(np.int64)).to(device),
     )
+
+
+class Batches:
+    """The batches of plans on the CPU, in the order of launch, by a runner that is done with each before the next.
+
+    A plan often takes the next token of just the rows that the last one had. Then the last batch comes again, *the same
+    object*: each of its rows is one token further, and all else is as it was: who they are, in which order, and where
+    the tensors lie.
+    """
+
+    def __init__(self, block_size: int, pending: npt.NDArray[np.int64]) -> None:
+        """`pending`: as for `make_batch`, at all times."""
+        self._block_size, self._pending = block_size, pending
+        self._decoding: _Decoding | None = None
+
+    def of(self, plan: StepPlan) -> ForwardBatch:
+        """The tensors of `plan`, valid until the next call."""
+        if self._decoding is not None and self._decoding.advance(plan):
+            return self._decoding.batch
+        batch = make_batch(plan, self._block_size, torch.device("cpu"), self._pending)
+        decodes = plan.num_decodes == len(plan.rows)
+        self._decoding = _Decoding(batch, plan.rows, self._block_size, self._pending) if decodes else None
+        return batch
+
+
+class _Decoding:
+    """The batch of decode rows alone, to be moved on from step to step.
+
+    A request with decode rows at positions p and p + 1 in two steps on end has kept its blocks, but for one that may
+    have joined them, and its slot: whoever loses them comes back with a chunk.
+    """
+
+    def __init__(
+        self, batch: ForwardBatch, rows: tuple[ScheduledRow, ...], block_size: int, pending: npt.NDArray[np.int64]
+    ) -> None:
+        self.batch = batch
+        self._rows, self._block_size, self._pending = rows, block_size, pending
+        self._request_slots = np.array([row.request.slot for row in rows], np.int64)
+        self._token_ids, self._positions = batch.token_ids.numpy(), batch.positions.numpy()
+        self._slots, self._tables = batch.slot_mapping.numpy(), batch.block_tables.numpy()
+        self._context_lens = batch.context_lens
+
+    def advance(self, plan: StepPlan) -> bool:
+        """Become the batch of `plan`. False: it is no such plan, or a block table has outgrown the tensor."""
+        rows, size, room = plan.rows, self._block_size, self._tables.shape[1] * self._block_size
+        if len(rows) != len(self._rows) or plan.num_decodes != len(rows):
+            return False
+        entering: list[tuple[int, ScheduledRow]] = []  # another block, and their indices
+        for index, (row, last) in enumerate(zip(rows, self._rows, strict=True)):
+            if row.request is not last.request or row.start != last.start + 1 or row.samples != last.samples:
+                return False
+            if not row.start % size:
+                if row.start == room:
+                    return False
+                entering.append((index, row))
+        self._rows = rows
+        self._token_ids[:] = self._pending[self._request_slots]
+        self._positions += 1
+        self._slots += 1
+        self._context_lens += 1
+        for index, row in entering:
+            block = row.request.block_ids[row.start // size]
+            self._tables[index, row.start // size] = block
+            self._slots[index] = block * size
+        return True
 
 
 def _token_ids(plan: StepPlan, count: int, pending: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

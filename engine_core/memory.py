@@ -30,6 +30,11 @@ def out_of_memory(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+        refuse_if_out_of_memory(error, what, remedy)
+        raise
+
+
+def refuse_if_out_of_memory(error: Exception, what: str, remedy: str) -> None:
+    """Raises a plain `UserError` in the place of an allocation failure, and nothing in that of another error."""
+    if is_out_of_memory(error):
         raise UserError(f"not enough memory for {what}; {remedy}") from error

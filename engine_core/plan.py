@@ -32,8 +32,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.start + self.count
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, eq=False):
     rows: tuple[ScheduledRow, ...]  # decode rows first
     preempted: tuple[Request, ...] = ()  # lost their blocks and slot before this step
     num_tokens: int = 0  # sum of row counts
@@ -41,16 +40,15 @@ class StepPlan:
     step: int = 0  # 1, 2, ... in the order of launch; a plan with no rows is not launched and has none of its own
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
+class StepTokens(msgspec.Struct):
     """What the device sampled, aligned with the rows of the plan that have `samples` set, in their order."""
 
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> value
-    failed: dict[int, str] = field(default_factory=dict)  # index into token_ids -> reason (NaN logits)
+    logprobs: dict[int, TokenLogprobs] = {}  # index into token_ids -> value
+    failed: dict[int, str] = {}  # index into token_ids -> reason (NaN logits)
     # request id -> values of the prompt positions this step computed, in order. The value at position p is that of
     # the token at p + 1.
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     span: tuple[int, int] | None = None  # CLOCK_MONOTONIC ns between which the device ran it; None: not known
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +15,13 @@ from engine_core.attention.base import Attention, AttentionSpec
 from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.flash import FlashAttention, choose_flash
 from engine_core.attention.select import check_attention, make_attention, with_half_pool
-from engine_core.batch import ForwardBatch, make_batch
+from engine_core.batch import Batches, ForwardBatch, make_batch
 from engine_core.cpu.forward import CpuModel
 from engine_core.device import choose_device, choose_dtype, choose_threads
 from engine_core.errors import UserError
 from engine_core.kernels import cpu_memory
 from engine_core.kernels.cpu_cache import has_kernels
+from engine_core.kernels.cpu_elementwise import Largest
 from engine_core.kv_size import choose_max_model_len, choose_num_blocks, pool_flag
 from engine_core.layers.held import mean_weight_bytes
 from engine_core.layers.linear import WeightsMode, choose_mode
@@ -28,7 +29,7 @@ from engine_core.limits import max_batched_tokens
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
 from engine_core.loader.select import open_checkpoint
 from engine_core.loader.upload import Uploader
-from engine_core.memory import SMALLER_STEPS, out_of_memory
+from engine_core.memory import SMALLER_STEPS, out_of_memory, refuse_if_out_of_memory
 from engine_core.models.config import ModelConfig
 from engine_core.models.llama import LlamaForCausalLM
 from engine_core.models.registry import model_class
@@ -73,9 +74,11 @@ class ModelRunner:
         self.sampler = Sampler(model.config.vocab_size, max_num_seqs, spec.device)
         # The last token sampled per slot: the input of a step launched before that token was committed.
         self._last_token = np.zeros(max_num_seqs, np.int64)
+        self._on_cpu = spec.device.type == "cpu"
+        self._batches = Batches(spec.block_size, self._last_token) if self._on_cpu else None
         # Of a batch: hidden states [tokens, hidden] before the last norm, if all are wanted; logits [sampling rows,
-        # vocabulary]; and the index of the largest of each row, if that is known.
-        self.forward: Callable[[ForwardBatch, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+        # vocabulary]; and the largest of each row, if that is known.
+        self.forward: Callable[[ForwardBatch, bool], tuple[torch.Tensor, torch.Tensor, Largest | None]]
         self.forward = self._run_layers
         if isinstance(attention, CpuAttention) and CpuModel.supports(model):
             self.forward = CpuModel(model, attention, max_batched_tokens(config, "cpu")).forward
@@ -89,20 +92,25 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Done:
         """Compute all rows of `plan` and sample for those that ask for it."""
-        with out_of_memory(f"a step of {plan.num_tokens} tokens", SMALLER_STEPS):
-            began = self._recorder.begin(GPU)
-            try:
-                done = self._run(plan)
-            finally:
-                on_cpu = int(self.spec.device.type == "cpu")
-                self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows), on_cpu)
-        return Done(replace(done.tokens, span=(began, time.monotonic_ns())))
+        began = self._recorder.begin(GPU)
+        try:
+            tokens = self._run(plan)
+        except (MemoryError, OSError, RuntimeError) as error:
+            refuse_if_out_of_memory(error, f"a step of {plan.num_tokens} tokens", SMALLER_STEPS)
+            raise
+        finally:
+            self._recorder.end(GPU, began, plan.step, plan.num_tokens, len(plan.rows), int(self._on_cpu))
+        tokens.span = began, time.monotonic_ns()
+        return Done(tokens)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> Done:
+    def _run(self, plan: StepPlan) -> StepTokens:
         if not plan.rows:
-            return Done(StepTokens([]))
-        batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
+            return StepTokens([])
+        if self._batches is not None:
+            batch = self._batches.of(plan)
+        else:
+            batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
         chunks = enumerate(plan.rows[plan.num_decodes :], plan.num_decodes)
         scored = [(index, row) for index, row in chunks if wants_prompt_logprobs(row)]
         hidden, logits, best = self.forward(batch, bool(scored))
@@ -112,11 +120,12 @@ class ModelRunner:
             requests = [row.request for row in sampling]
             positions = [row.start + row.count - len(row.request.prompt_ids) for row in sampling]
             tokens = self.sampler.sample(logits, requests, positions, best)
-            self._last_token[[request.slot for request in requests]] = tokens.token_ids
+            for request, token in zip(requests, tokens.token_ids, strict=True):
+                self._last_token[request.slot] = token
         for index, row in scored:
             values = prompt_logprobs(row, hidden[batch.query_starts[index] :], self.model.logits, self.sampler)
             tokens.prompt_logprobs[row.request.request_id] = values
-        return Done(tokens)
+        return tokens
 
     def _run_layers(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden = self.model.forward(batch, self.attention)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_core.kernels.cpu_elementwise import argmax
+from engine_core.kernels.cpu_elementwise import Largest, argmax
 from engine_core.logprobs import token_logprobs
 from engine_core.penalties import LogitEdits
 from engine_core.plan import StepTokens
@@ -48,27 +48,30 @@ class Sampler:
         logits: Tensor,
         requests: Sequence[Request],
         positions: Sequence[int] | None = None,
-        largest: Tensor | None = None,
+        largest: Largest | None = None,
     ) -> StepTokens:
         """One token per row of float32 `logits` [rows, vocab_size], which are not changed.
 
         `positions` are the output positions sampled for; without them each request's next one after its committed
-        tokens, which is right when no other step is in flight. `largest` [rows] is where each row's largest value is,
-        the first NaN if there is one; without it, that is looked for here. Rows whose logits hold NaN or +inf, or in
+        tokens, which is right when no other step is in flight. `largest` are those of the rows; without
+        it, they are looked for here. Rows whose logits hold NaN or +inf, or in
         which every token is masked, are in `failed` (with token id 0) and leave the other rows alone.
         """
-        rows = _host(logits)
-        best = argmax(rows) if largest is None else largest.tolist()  # a NaN counts as the maximum
-        step = StepTokens(token_ids=list(best))
-        values = rows[np.arange(len(rows)), best].tolist()
-        for index, (request, value) in enumerate(zip(requests, values, strict=True)):
+        rows = None
+        if largest is None:
+            rows = _host(logits)
+            largest = argmax(rows)
+        step = StepTokens(token_ids=largest.indices.tolist())
+        for index, (request, value) in enumerate(zip(requests, largest.values.tolist(), strict=True)):
             if request.takes_largest and isfinite(value):
                 continue  # it has its token, as most of them
-            row, position = rows[index], positions[index] if positions else len(request.output_ids)
             if not value < inf:
                 step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
                 continue
-            token = self._sample_row(row, best[index], request, position)
+            if rows is None:
+                rows = _host(logits)
+            row, position = rows[index], positions[index] if positions else len(request.output_ids)
+            token = self._sample_row(row, step.token_ids[index], request, position)
             if token < 0:
                 step.token_ids[index], step.failed[index] = 0, "no token is allowed: every one of them is masked"
                 continue

@@ -18,11 +18,13 @@ likeliest token of each row, while the team's threads are awake. Results are tho
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
 from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, GATHER_INDEX, NORM_INDEX, Stages
+from engine_core.kernels.cpu_elementwise import Largest
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_program import ROWS, Program
 from engine_core.layers.embedding import QuantizedEmbedding
@@ -32,9 +34,11 @@ from engine_core.models.llama import LlamaForCausalLM, LlamaMLP
 
 
 class CpuModel:
-    """Runs `model` on the pool of `attention`. What `forward` returns is valid until its next call.
+    """Runs `model` on the pool of `attention`, which nobody else uses. What `forward` returns is valid until its next
+    call.
 
-    The program is made again when a step is larger than all before it; others set what is new in its arguments.
+    The program is made again when a step is larger than all before it; others set what is new in its arguments, which
+    is nothing if the batch is the same object as the last step's (see `Batches`).
     """
 
     def __init__(self, model: LlamaForCausalLM, attention: CpuAttention, most_tokens: int) -> None:
@@ -42,7 +46,8 @@ class CpuModel:
         self._model, self._attention, self._most_tokens = model, attention, most_tokens
         self._capacity = self._chosen = 0
         self._rows = (0, 0, 0, 0)  # tokens, those chosen, rows and threads of the last step
-        self._logits, self._best = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._step: tuple[ForwardBatch, bool, int] | None = None  # what the arguments are set for; threads
+        self._logits = torch.empty(0)
         self._cos = self._sin = torch.empty(0)
 
     @staticmethod
@@ -56,34 +61,43 @@ class CpuModel:
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         return model.dtype == torch.float32 and all(isinstance(linear, PackedLinear) for linear in linears)
 
-    def forward(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, Largest]:
         """Hidden states [tokens, hidden] before the last norm, or without `whole` perhaps of sampling rows alone;
-        logits [sampling rows, vocabulary], and the index of the largest of each row, int64, a NaN being largest; writes
-        K and V of all tokens."""
+        logits [sampling rows, vocabulary], and the largest of each row; writes K and V of all tokens."""
+        threads, step = torch.get_num_threads(), self._step
+        if step is None or step[0] is not batch or step[1] != whole or step[2] != threads:
+            self._step = None
+            self._set(batch, whole, threads)
+            self._step = batch, whole, threads
+        if not self._embeds:
+            self._total[: batch.num_tokens] = self._model.embedding(batch.token_ids)
+        self._program.run()
+        return self._given
+
+    def _set(self, batch: ForwardBatch, whole: bool, threads: int) -> None:
+        """The program's arguments, and what it gives."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         whole = whole or tokens == rows
         left = tokens if whole else rows
-        self._make_room(tokens, rows, int(batch.context_lens.max()))
+        self._make_room(tokens, rows, batch.block_tables.shape[1] * self._attention.spec.block_size)
         self._attention.prepare(batch)
         args = self._program.args
         if self._embeds:
             args[0, EMBED_IDS] = batch.token_ids.data_ptr()
-        else:
-            self._total[:tokens] = self._model.embedding(batch.token_ids)
-        if self._rows != (tokens, left, rows, torch.get_num_threads()):
+        if self._rows != (tokens, left, rows, threads):
             args[:, ROWS] = tokens
             args[self._chosen :, ROWS] = left
             args[self._head :, ROWS] = rows
             self._program.share()
-            self._rows = tokens, left, rows, torch.get_num_threads()
+            self._rows = tokens, left, rows, threads
         sampled = batch.logits_rows.data_ptr()
         args[self._chosen, GATHER_INDEX], args[self._head, NORM_INDEX] = (0, sampled) if whole else (sampled, 0)
         where = (batch.positions.data_ptr(), batch.slot_mapping.data_ptr())
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
         args[self._attends, ATTEND_STEP] = attend = self._attention.step_args(batch)
         args[self._chosen + 1, ATTEND_STEP] = attend if whole else self._attention.chosen_args(batch)
-        self._program.run()
-        return self._hidden[:left], self._logits[:rows, : self._model.config.vocab_size], self._best[:rows]
+        largest = Largest(self._best.indices[:rows], self._best.values[:rows])
+        self._given = self._hidden[:left], self._logits[:rows, : self._model.config.vocab_size], largest
 
     def _make_room(self, tokens: int, rows: int, length: int) -> None:
         """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
@@ -119,7 +133,7 @@ class CpuModel:
         stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
         stages.product(head, out=logits)
-        best = torch.empty(logits_rows, dtype=torch.int64)
+        best = Largest(np.empty(logits_rows, np.int64), np.empty(logits_rows, np.float32))
         stages.argmax(logits, model.config.vocab_size, best)
         self._enters, self._attends = _every(enters), _every(attends)
         self._rows = (0, 0, 0, 0)

@@ -7,7 +7,7 @@ from gguf.constants import GGMLQuantizationType
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.kernels.cpu_cache import kernel
-from engine_core.kernels.cpu_elementwise import fixed_point
+from engine_core.kernels.cpu_elementwise import Largest, fixed_point
 from engine_core.kernels.cpu_layout import BLOCK
 from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
 from engine_core.kernels.cpu_program import Launch
@@ -109,10 +109,10 @@ class Stages:
         self._add(kernel("linear:quantize"), given)
         self.added_product(consumer)
 
-    def argmax(self, logits: torch.Tensor, vocab_size: int, best: torch.Tensor) -> None:
-        """`best` of each row: the index of the largest of the first `vocab_size` numbers."""
-        given = (NEW, logits.data_ptr(), logits.stride(0), vocab_size, best.data_ptr())
-        self._add(kernel("elementwise:argmax"), given)
+    def argmax(self, logits: torch.Tensor, vocab_size: int, best: Largest) -> None:
+        """`best` of each row: the largest of the first `vocab_size` numbers."""
+        given = (NEW, logits.data_ptr(), logits.stride(0), vocab_size)
+        self._add(kernel("elementwise:argmax"), (*given, best.indices.ctypes.data, best.values.ctypes.data))
 
     def _target(self, consumer: PackedLinear, memory: torch.Tensor) -> tuple[int, int, int]:
         """Where a product's inputs go: `out`, `rounded` and `offset` of the kernels that write them."""

@@ -5,6 +5,8 @@ Tensors are float32 with contiguous last dimensions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -58,12 +60,19 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def argmax(rows: NDArray[np.float32]) -> list[int]:
-    """The index of the first of the largest values of each row; a NaN is larger than all, as numpy has it.
+class Largest(NamedTuple):
+    """Of each row of numbers: the first of the largest. A NaN is larger than all, as numpy has it."""
+
+    indices: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+
+def argmax(rows: NDArray[np.float32]) -> Largest:
+    """The largest of each row.
 
     Rows of float32 [rows, columns] are contiguous and not empty.
     """
-    out = np.empty(len(rows), np.int64)
-    args = (len(rows), rows.ctypes.data, rows.strides[0] // 4, rows.shape[1], out.ctypes.data)
-    cpu_team().run(kernel("elementwise:argmax"), args, len(rows) > 1)
-    return out.tolist()
+    out, values = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+    given = (len(rows), rows.ctypes.data, rows.strides[0] // 4, rows.shape[1])
+    cpu_team().run(kernel("elementwise:argmax"), (*given, out.ctypes.data, values.ctypes.data), len(rows) > 1)
+    return Largest(out, values)

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Q
 from gguf.quants import quantize
 
 from engine_core.attention.cpu import CpuAttention
-from engine_core.batch import make_batch
+from engine_core.batch import Batches, ForwardBatch, make_batch
 from engine_core.cpu.forward import CpuModel
 from engine_core.layers.embedding import QuantizedEmbedding
 from engine_core.loader.weights import QuantizedWeight
@@ -41,7 +42,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Hidden states, logits and where those are largest, side by side: of the program, and of the layers."""
+    """Hidden states, logits, where those are largest, and how large, side by side: of the program and the layers."""
     layers = CpuAttention(runner.spec)
     layers.allocate(KV_TOKENS // 16 + 1)
     prompts = [[rng.randrange(320) for _ in range(length)] for length in (130, 1, 47, 64, 90)]
@@ -50,15 +51,22 @@ def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tenso
         samples = [rng.random() < 0.7 for _ in pieces]
         rows = [ScheduledRow(r, start, stop - start, s) for (r, start, stop), s in zip(pieces, samples, strict=True)]
         batch = make_batch(StepPlan(tuple(rows)), 16, runner.spec.device)
-        whole = rng.random() < 0.5
-        actual = runner.forward(batch, whole)
-        hidden = runner.model.forward(batch, layers)
-        logits = runner.model.logits(hidden[batch.logits_rows])
-        if len(actual[0]) < len(hidden):
-            assert not whole
-            hidden = hidden[batch.logits_rows]
-        expected = hidden, logits, torch.from_numpy(logits.numpy().argmax(1))
-        yield from zip(actual, expected, strict=True)
+        yield from side_by_side(runner, layers, batch, rng.random() < 0.5)
+
+
+def side_by_side(
+    runner: ModelRunner, layers: CpuAttention, batch: ForwardBatch, whole: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    *actual, largest = runner.forward(batch, whole)
+    hidden = runner.model.forward(batch, layers)
+    logits = runner.model.logits(hidden[batch.logits_rows])
+    if len(actual[0]) < len(hidden):
+        assert not whole
+        hidden = hidden[batch.logits_rows]
+    yield from zip(actual, (hidden, logits), strict=True)
+    assert largest is not None
+    yield torch.from_numpy(largest.indices), torch.from_numpy(logits.numpy().argmax(1))
+    yield torch.from_numpy(largest.values), torch.from_numpy(logits.numpy().max(1))
 
 
 @pytest.mark.parametrize("weights", ["none", "int8"])
@@ -72,6 +80,39 @@ def test_a_program_computes_what_the_layers_do(
     assert CpuModel.supports(runner.model)
     for actual, expected in steps(runner, rng):
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("weights", ["none", "int8"])
+@torch.inference_mode()
+def test_a_batch_that_is_kept_computes_what_the_layers_do(
+    weights: str, threads: int, tmp_path: Path, rng: random.Random
+) -> None:
+    """Also when rows change places, when the number of threads changes, and when hidden states of all are wanted."""
+    save_model(tmp_path, "qwen3")
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, weights=weights, threads=threads)
+    layers = CpuAttention(runner.spec)
+    layers.allocate(KV_TOKENS // 16 + 1)
+    pending = np.zeros(8, np.int64)
+    batches = Batches(16, pending)
+    requests = scattered_requests([[rng.randrange(320) for _ in range(100)] for _ in range(5)], 16, KV_TOKENS, rng)
+    starts = {request.request_id: rng.randrange(1, 30) for request in requests}
+    chunks = tuple(ScheduledRow(request, 0, starts[request.request_id], True) for request in requests)
+    plan, last, kept = StepPlan(chunks), None, 0
+    for _ in range(60):
+        batch = batches.of(plan)
+        kept, last = kept + (batch is last), batch
+        for actual, expected in side_by_side(runner, layers, batch, rng.random() < 0.1):
+            assert torch.equal(actual, expected)
+        if rng.random() < 0.1:
+            torch.set_num_threads(rng.randint(1, 2))
+        if rng.random() < 0.1:
+            rng.shuffle(requests)
+        rows = tuple(ScheduledRow(request, starts[request.request_id], 1, True) for request in requests)
+        plan = StepPlan(rows, num_tokens=5, num_decodes=5)
+        for request in requests:
+            starts[request.request_id] += 1
+        pending[:] = [rng.randrange(320) for _ in pending]
+    assert kept > 20
 
 
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1])
@@ -105,8 +146,9 @@ def test_a_nan_stays_in_its_row(tmp_path: Path, rng: random.Random) -> None:
     clean = runner.forward(batch, True)[1].clone()
     weight = runner.model.embedding.weight  # type: ignore[attr-defined]
     weight.data[1, 5] = math.nan
-    _, logits, best = runner.forward(batch, True)
-    assert best is not None
-    assert not best[:40].any()
+    _, logits, largest = runner.forward(batch, True)
+    assert largest is not None
+    assert not largest.indices[:40].any()
+    assert np.isnan(largest.values[:40]).all()
     assert not logits[:40].isfinite().any()
     assert torch.equal(logits[40:], clean[40:])

@@ -163,10 +163,13 @@ def embed() -> Callable[[Any], None]:
 
 
 def argmax() -> Callable[[Any], None]:
-    """Arguments: counter, rows, x, x_stride, columns, out (int64). The first of the largest; NaN is largest."""
+    """Arguments: counter, rows, x, x_stride, columns, out (int64), values.
+
+    Where the first of the largest of each row is, and what it is. NaN is largest.
+    """
 
     def kernel(args: Any) -> None:
-        rows, x, x_stride, columns, out = args[1], args[2], args[3], args[4], int64s(args[5])
+        rows, x, x_stride, columns, out, largest = args[1], args[2], args[3], args[4], int64s(args[5]), floats(args[6])
         side = choose_side(args)
         while True:
             row = next_task(args, side, rows)
@@ -186,6 +189,6 @@ def argmax() -> Callable[[Any], None]:
             # Not `==`, which would not find a NaN. A piece without one has no NaN, for `best` would be it.
             while values[where] < best or (best != best and values[where] == values[where]):
                 where += 1
-            out[row] = where
+            out[row], largest[row] = where, values[where]
 
     return kernel
