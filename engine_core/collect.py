@@ -42,7 +42,8 @@ class Collector:
             choice.logprobs += delta.logprobs
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
-        self._texts[delta.choice].append(delta.text)
+        if delta.text:
+            self._texts[delta.choice].append(delta.text)
         if delta.ended is not None:
             self._ended[delta.choice] = delta.ended
 

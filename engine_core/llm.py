@@ -183,13 +183,15 @@ class LLM:
                         priority=priority,
                         cache_salt=cache_salt,
                     )
-            with BatchProgress(len(collectors), self._progress if progress is None else progress) as bar:
+            shown = self._progress if progress is None else progress
+            with BatchProgress(len(collectors), shown) as bar, deferred_interrupts() as raise_if_pressed:
                 waiting = deque(collectors)
                 while waiting:
                     if waiting[0].done:
                         waiting.popleft()
                         continue
                     self._step_unless(lambda: waiting[0].done)
+                    raise_if_pressed()
                     bar.update(collectors)
             return [collector.output() for collector in collectors]
         finally:
@@ -204,7 +206,8 @@ class LLM:
                 request_ids = self._session.open(prompt.ids, sampling, deltas.append, with_text=with_text)
             while unfinished:
                 while not deltas:
-                    self._step_unless(lambda: bool(deltas))
+                    with deferred_interrupts():
+                        self._step_unless(lambda: bool(deltas))
                 delta = deltas.popleft()
                 unfinished -= delta.ended is not None
                 yield stream_output(delta)
@@ -212,13 +215,19 @@ class LLM:
             self._abort(request_ids)
 
     def _step_unless(self, served: Callable[[], bool]) -> None:
-        """One step, unless another thread's step has already brought what this one is waiting for."""
-        with self._exclusive():
-            if served():
-                return
-            if not self._session.has_work:
-                raise EngineError("the LLM was closed while requests were running")
-            self._session.step()
+        """One step, unless another thread's step has already brought what this one is waiting for.
+
+        Between two steps on the CPU this is on its way: no context manager."""
+        with self._lock:
+            self._enter()
+            try:
+                if served():
+                    return
+                if not self._session.has_work:
+                    raise EngineError("the LLM was closed while requests were running")
+                self._session.step()
+            finally:
+                self._leave()
 
     def _abort(self, request_ids: list[int]) -> None:
         self._dropped.append(request_ids)
@@ -231,15 +240,21 @@ class LLM:
     def _exclusive(self, closing: bool = False) -> Iterator[None]:
         """The session for this thread alone, and Ctrl-C only after it: a step is never left half done."""
         with self._lock, deferred_interrupts():
-            if self._closed and not closing:
-                raise EngineError("the LLM is closed")
-            self._inside = True
+            self._enter(closing)
             try:
                 yield
             finally:
-                while self._dropped:
-                    self._session.abort(self._dropped.popleft())
-                self._inside = False
+                self._leave()
+
+    def _enter(self, closing: bool = False) -> None:
+        if self._closed and not closing:
+            raise EngineError("the LLM is closed")
+        self._inside = True
+
+    def _leave(self) -> None:
+        while self._dropped:
+            self._session.abort(self._dropped.popleft())
+        self._inside = False
 
 
 @contextmanager
@@ -256,11 +271,11 @@ def no_collections() -> Iterator[None]:
 
 
 @contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the block, not inside it."""
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the block, or where the block calls what it is given."""
     default = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
-        yield
+        yield lambda: None
         return
     pressed = False
 
@@ -268,10 +283,13 @@ def deferred_interrupts() -> Iterator[None]:
         nonlocal pressed
         pressed = True
 
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, default)
+    def raise_if_pressed() -> None:
         if pressed:
             raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield raise_if_pressed
+    finally:
+        signal.signal(signal.SIGINT, default)
+        raise_if_pressed()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine_core.outputs import Alternative, TokenLogprob
 from engine_core.plan import ModelFacts
@@ -32,14 +34,14 @@ from ipc.recorder.ring import Recorder
 from ipc.sampling import SamplingParams
 
 
-@dataclass(slots=True)
-class Delta:
+# A msgspec struct for the same reason as `ScheduledRow`.
+class Delta(msgspec.Struct, eq=False, gc=False):
     """What one step means for one request. The last one has `ended`."""
 
     choice: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None
     ended: Ended | None = None
 
@@ -127,9 +129,7 @@ class Session:
         """One engine step; sinks are called before it returns."""
         output = self.engine.step()
         deltas = _Deltas(self._live)
-        for request_id, token in zip(unpack_request_ids(output.request_ids), unpack_ids(output.token_ids), strict=True):
-            if (delta := deltas.of(request_id)) is not None:
-                delta.token_ids.append(token)
+        deltas.add_tokens(unpack_request_ids(output.request_ids), unpack_ids(output.token_ids))
         if self._detokenizer is not None:
             self._add_text(self._detokenizer, output, deltas)
         _add_without_text(output, deltas)
@@ -202,6 +202,14 @@ class _Deltas:
         if delta is None:
             delta = self._deltas[request_id] = Delta(live.choice)
         return delta
+
+    def add_tokens(self, request_ids: Iterable[int], token_ids: Iterable[int]) -> None:
+        """What most deltas are: one token of a request that had no other in this step."""
+        all_live, deltas = self._live, self._deltas
+        for request_id, token in zip(request_ids, token_ids, strict=True):
+            live = all_live.get(request_id)
+            if live is not None:
+                deltas[request_id] = Delta(live.choice, "", [token])
 
     def items(self) -> Iterable[tuple[int, Delta]]:
         return self._deltas.items()
