@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from engine_core.plan import ScheduledRow
 from engine_core.request import Request
 from engine_core.sampler import Sampler
 from ipc.sampling import SamplingParams
@@ -42,8 +43,9 @@ def measure(sampling: SamplingParams, rows: int, vocab: int, steps: int) -> tupl
     requests = [Request(i, [(i + j * 7) % vocab for j in range(500)], sampling, slot=i, seed=i) for i in range(rows)]
     wall, cpu = [], []
     for _ in range(steps):
+        scheduled = [ScheduledRow(request, request.num_tokens - 1, 1, True) for request in requests]
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        step = sampler.sample(logits, requests)
+        step = sampler.sample(logits, scheduled)
         wall.append((time.perf_counter() - begin) * 1e3)
         cpu.append((time.process_time() - begin_cpu) * 1e3)
         for request, token in zip(requests, step.token_ids, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from engine_core.plan import ScheduledRow, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class ForwardBatch:
     block_tables: torch.Tensor  # int32 [rows, widest table], padded with 0
     query_starts: Int32Array  # [rows + 1]
     query_lens: Int32Array  # [rows]: tokens computed in this step
-    context_lens: Int32Array  # [rows]: tokens in the KV pool once this step's are written
+    context_lens: Int64Array  # [rows]: tokens in the KV pool once this step's are written
     logits_rows: torch.Tensor  # int64 [sampling rows]: the token indices whose logits are needed to sample
 
     @property
@@ -41,7 +42,7 @@ class ForwardBatch:
 
 
 def make_batch(
-    plan: StepPlan, block_size: int, device: torch.device, pending: Sequence[int] | npt.NDArray[np.int64] = ()
+    plan: StepPlan, block_size: int, device: torch.device, pending: Sequence[int] | Int64Array = ()
 ) -> ForwardBatch:
     """The tensors of `plan`.
 
@@ -49,10 +50,10 @@ def make_batch(
     """
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int32)
-    starts = np.array([row.start for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int64)
     if len(rows) == plan.num_tokens:  # one each, most often
         query_starts = np.arange(len(rows) + 1, dtype=np.int32)
-        token_row, positions = query_starts[:-1], starts.astype(np.int64)
+        token_row, positions = query_starts[:-1], starts
     else:
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -82,7 +83,7 @@ class Batches:
     the tensors lie.
     """
 
-    def __init__(self, block_size: int, pending: npt.NDArray[np.int64]) -> None:
+    def __init__(self, block_size: int, pending: Int64Array) -> None:
         """`pending`: as for `make_batch`, at all times."""
         self._block_size, self._pending = block_size, pending
         self._decoding: _Decoding | None = None
@@ -92,8 +93,10 @@ class Batches:
         if self._decoding is not None and self._decoding.advance(plan):
             return self._decoding.batch
         batch = make_batch(plan, self._block_size, torch.device("cpu"), self._pending)
-        decodes = plan.num_decodes == len(plan.rows)
-        self._decoding = _Decoding(batch, plan.rows, self._block_size, self._pending) if decodes else None
+        self._decoding = None
+        if plan.num_decodes == len(plan.rows):
+            self._decoding = _Decoding(batch, plan.rows, self._block_size, self._pending)
+            batch = self._decoding.batch
         return batch
 
 
@@ -105,14 +108,15 @@ class _Decoding:
     """
 
     def __init__(
-        self, batch: ForwardBatch, rows: tuple[ScheduledRow, ...], block_size: int, pending: npt.NDArray[np.int64]
+        self, batch: ForwardBatch, rows: tuple[ScheduledRow, ...], block_size: int, pending: Int64Array
     ) -> None:
-        self.batch = batch
         self._rows, self._block_size, self._pending = rows, block_size, pending
         self._request_slots = np.array([row.request.slot for row in rows], np.int64)
-        self._token_ids, self._positions = batch.token_ids.numpy(), batch.positions.numpy()
-        self._slots, self._tables = batch.slot_mapping.numpy(), batch.block_tables.numpy()
-        self._context_lens = batch.context_lens
+        self._token_ids, self._tables = batch.token_ids.numpy(), batch.block_tables.numpy()
+        # In one array, to be moved on by one addition.
+        self._places = np.stack([batch.positions.numpy(), batch.slot_mapping.numpy(), batch.context_lens])
+        positions, slots = torch.from_numpy(self._places[:2])
+        self.batch = replace(batch, positions=positions, slot_mapping=slots, context_lens=self._places[2])
 
     def advance(self, plan: StepPlan) -> bool:
         """Become the batch of `plan`. False: it is no such plan, or a block table has outgrown the tensor."""
@@ -128,18 +132,16 @@ class _Decoding:
                     return False
                 entering.append((index, row))
         self._rows = rows
-        self._token_ids[:] = self._pending[self._request_slots]
-        self._positions += 1
-        self._slots += 1
-        self._context_lens += 1
+        self._pending.take(self._request_slots, out=self._token_ids, mode="clip")  # with "raise" it would be buffered
+        self._places += 1
         for index, row in entering:
             block = row.request.block_ids[row.start // size]
             self._tables[index, row.start // size] = block
-            self._slots[index] = block * size
+            self._places[1, index] = block * size
         return True
 
 
-def _token_ids(plan: StepPlan, count: int, pending: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _token_ids(plan: StepPlan, count: int, pending: Sequence[int] | Int64Array) -> Int64Array:
     """int64 [count]. A decode row's is the last id sampled for its slot, committed or not."""
     ids = np.empty(count, np.int64)
     at = plan.num_decodes if len(pending) else 0

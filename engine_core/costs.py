@@ -112,14 +112,14 @@ class ModelCosts:
     def step(self, decodes: Sequence[int], chunks: Sequence[tuple[int, int]] = (), sampled: int | None = None) -> Work:
         """A step of one token of each of `decodes`, their contexts with that token counted in, and of the positions
         [start, stop) of each of `chunks`. `sampled`: rows that get logits, by default all."""
-        tokens = len(decodes) + sum(stop - start for start, stop in chunks)
+        tokens = len(decodes) + sum([stop - start for start, stop in chunks])
         sampled = len(decodes) + len(chunks) if sampled is None else sampled
         kv = pairs = 0
         for window, layers in self._windows:
             reach = MANY if window is None else window
-            seen = sum(decodes) if window is None else sum(min(context, window) for context in decodes)
-            kv += layers * (seen + sum(stop - max(0, start + 1 - reach) for start, stop in chunks))
-            pairs += layers * (seen + sum(_pairs(stop, reach) - _pairs(start, reach) for start, stop in chunks))
+            seen = sum(decodes) if window is None else sum([min(context, window) for context in decodes])
+            kv += layers * (seen + sum([stop - max(0, start + 1 - reach) for start, stop in chunks]))
+            pairs += layers * (seen + sum([_pairs(stop, reach) - _pairs(start, reach) for start, stop in chunks]))
         products = (self.active_parameters - self._head) * tokens + self._head * sampled
         return Work(
             bytes=self.weights_read(tokens, sampled) + self._kv_bytes_per_layer * kv,

@@ -19,6 +19,7 @@ def wants_prompt_logprobs(row: ScheduledRow) -> bool:
     return row.request.sampling.prompt_logprobs is not None and row.start < row.request.num_prompt_tokens - 1
 
 
+@torch.inference_mode()
 def prompt_logprobs(
     row: ScheduledRow, hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], sampler: Sampler
 ) -> list[TokenLogprobs]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from engine_core.cuda.runner import CudaRunner
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """A step that ran to its end inside `launch`: on the CPU there is nothing to wait for."""
 
     tokens: StepTokens
@@ -103,7 +102,6 @@ class ModelRunner:
         tokens.span = began, time.monotonic_ns()
         return Done(tokens)
 
-    @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepTokens:
         if not plan.rows:
             return StepTokens([])
@@ -113,20 +111,19 @@ class ModelRunner:
             batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
         chunks = enumerate(plan.rows[plan.num_decodes :], plan.num_decodes)
         scored = [(index, row) for index, row in chunks if wants_prompt_logprobs(row)]
-        hidden, logits, best = self.forward(batch, bool(scored))
+        hidden, logits, largest = self.forward(batch, bool(scored))
         sampling = [row for row in plan.rows if row.samples]
         tokens = StepTokens([])
         if sampling:
-            requests = [row.request for row in sampling]
-            positions = [row.start + row.count - len(row.request.prompt_ids) for row in sampling]
-            tokens = self.sampler.sample(logits, requests, positions, best)
-            for request, token in zip(requests, tokens.token_ids, strict=True):
-                self._last_token[request.slot] = token
+            tokens = self.sampler.sample(logits, sampling, largest)
+            for row, token in zip(sampling, tokens.token_ids, strict=True):
+                self._last_token[row.request.slot] = token
         for index, row in scored:
             values = prompt_logprobs(row, hidden[batch.query_starts[index] :], self.model.logits, self.sampler)
             tokens.prompt_logprobs[row.request.request_id] = values
         return tokens
 
+    @torch.inference_mode()
     def _run_layers(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden = self.model.forward(batch, self.attention)
         return hidden, self.model.logits(hidden[batch.logits_rows]), None

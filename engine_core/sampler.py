@@ -20,7 +20,7 @@ from torch import Tensor
 from engine_core.kernels.cpu_elementwise import Largest, argmax
 from engine_core.logprobs import token_logprobs
 from engine_core.penalties import LogitEdits
-from engine_core.plan import StepTokens
+from engine_core.plan import ScheduledRow, StepTokens
 from engine_core.request import Request
 from engine_core.truncation import Truncation, uniform
 from ipc.messages import TokenLogprobs
@@ -43,41 +43,35 @@ class Sampler:
         self._truncation = Truncation(vocab_size)
         self._edited_row = np.empty(vocab_size, np.float32)
 
-    def sample(
-        self,
-        logits: Tensor,
-        requests: Sequence[Request],
-        positions: Sequence[int] | None = None,
-        largest: Largest | None = None,
-    ) -> StepTokens:
-        """One token per row of float32 `logits` [rows, vocab_size], which are not changed.
+    def sample(self, logits: Tensor, rows: Sequence[ScheduledRow], largest: Largest | None = None) -> StepTokens:
+        """One token after each of `rows`, from float32 `logits` [rows, vocab_size], which are not changed.
 
-        `positions` are the output positions sampled for; without them each request's next one after its committed
-        tokens, which is right when no other step is in flight. `largest` are those of the rows; without
+        `largest` are those of the logits; without
         it, they are looked for here. Rows whose logits hold NaN or +inf, or in
         which every token is masked, are in `failed` (with token id 0) and leave the other rows alone.
         """
-        rows = None
+        on_host = None
         if largest is None:
-            rows = _host(logits)
-            largest = argmax(rows)
-        step = StepTokens(token_ids=largest.indices.tolist())
-        for index, (request, value) in enumerate(zip(requests, largest.values.tolist(), strict=True)):
+            on_host = _host(logits)
+            largest = argmax(on_host)
+        step = StepTokens(largest.indices.tolist())
+        for index, (row, value) in enumerate(zip(rows, largest.values.tolist(), strict=True)):
+            request = row.request
             if request.takes_largest and isfinite(value):
                 continue  # it has its token, as most of them
             if not value < inf:
                 step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
                 continue
-            if rows is None:
-                rows = _host(logits)
-            row, position = rows[index], positions[index] if positions else len(request.output_ids)
-            token = self._sample_row(row, step.token_ids[index], request, position)
+            if on_host is None:
+                on_host = _host(logits)
+            values, best = on_host[index], step.token_ids[index]
+            token = self._sample_row(values, best, request, row.stop - request.num_prompt_tokens)
             if token < 0:
                 step.token_ids[index], step.failed[index] = 0, "no token is allowed: every one of them is masked"
                 continue
             step.token_ids[index] = token
             if request.sampling.logprobs is not None:
-                step.logprobs[index] = token_logprobs(row, token, request.sampling.logprobs)
+                step.logprobs[index] = token_logprobs(values, token, request.sampling.logprobs)
         return step
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

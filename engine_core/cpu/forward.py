@@ -70,9 +70,13 @@ class CpuModel:
             self._set(batch, whole, threads)
             self._step = batch, whole, threads
         if not self._embeds:
-            self._total[: batch.num_tokens] = self._model.embedding(batch.token_ids)
+            self._embed(batch)
         self._program.run()
         return self._given
+
+    @torch.inference_mode()
+    def _embed(self, batch: ForwardBatch) -> None:
+        self._total[: batch.num_tokens] = self._model.embedding(batch.token_ids)
 
     def _set(self, batch: ForwardBatch, whole: bool, threads: int) -> None:
         """The program's arguments, and what it gives."""

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from engine_core.plan import ScheduledRow, StepTokens
 from engine_core.request import Request
 from engine_core.sampler import Sampler
 from engine_core.truncation import Truncation, pick, uniform
@@ -38,8 +39,18 @@ def random_logits(rows: int, vocab: int, seed: int, scale: float = 3.0) -> torch
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def sample(
+    sampler: Sampler, logits: torch.Tensor, requests: list[Request], positions: list[int] | None = None
+) -> StepTokens:
+    """For these output positions, by default those after the committed tokens."""
+    positions = positions or [len(request.output_ids) for request in requests]
+    pairs = zip(requests, positions, strict=True)
+    rows = [ScheduledRow(request, request.num_prompt_tokens + position - 1, 1, True) for request, position in pairs]
+    return sampler.sample(logits, rows)
+
+
 def chosen(sampler: Sampler, logits: torch.Tensor, request: Request) -> int:
-    return sampler.sample(logits.reshape(1, -1), [request]).token_ids[0]
+    return sample(sampler, logits.reshape(1, -1), [request]).token_ids[0]
 
 
 def run(sampler: Sampler, logits: torch.Tensor, request: Request, steps: int) -> list[int]:
@@ -115,7 +126,7 @@ def test_samples_follow_the_exact_distribution(sampling: dict[str, float]) -> No
     logits = random_logits(1, vocab, seed=3, scale=1.5)
     sampler = make_sampler(vocab)
     request = make_request(seed=77, **sampling)
-    tokens = [sampler.sample(logits, [request], [position]).token_ids[0] for position in range(draws)]
+    tokens = [sample(sampler, logits, [request], [position]).token_ids[0] for position in range(draws)]
     expected = draws * reference_probabilities(
         logits[0],
         sampling["temperature"],
@@ -152,7 +163,7 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals() -> None:
     logits = random_logits(4, 5000, seed=1)
     logits[2, [17, 40]] = 1000.0
     requests = [make_request(slot=i, temperature=0.0) for i in range(4)]
-    step = make_sampler(5000).sample(logits, requests)
+    step = sample(make_sampler(5000), logits, requests)
     assert step.token_ids == logits.argmax(-1).tolist()
     assert step.token_ids[2] == 17
     assert not step.logprobs
@@ -179,7 +190,7 @@ def test_tokens_do_not_depend_on_the_batch() -> None:
         sampler = make_sampler(vocab)
         requests = {i: make_request(slot=n, seed=50 + i, **MIXED[i]) for n, i in enumerate(indices)}
         for step in range(steps):
-            result = sampler.sample(logits[step][indices], list(requests.values()))
+            result = sample(sampler, logits[step][indices], list(requests.values()))
             for request, token in zip(requests.values(), result.token_ids, strict=True):
                 request.output_ids.append(token)
         return {i: request.output_ids for i, request in requests.items()}
@@ -213,7 +224,7 @@ def test_tokens_are_the_same_when_commits_lag_one_step(index: int) -> None:
     expected = run(make_sampler(500), logits, make_request(**MIXED[index]), 20)
     sampler, request, pending = make_sampler(500), make_request(**MIXED[index]), []
     for position in range(20):
-        pending.append(sampler.sample(logits, [request], [position]).token_ids[0])
+        pending.append(sample(sampler, logits, [request], [position]).token_ids[0])
         if position:
             request.output_ids.append(pending[position - 1])
     assert pending == expected
@@ -303,10 +314,10 @@ def test_a_row_of_nan_or_infinity_fails_alone() -> None:
     logits[2] = float("inf")
     logits[3] = float("nan")
     requests = [make_request(slot=i, temperature=t, logprobs=3) for i, t in enumerate([0, 0, 1, 1, 1])]
-    step = make_sampler(300).sample(logits, requests)
+    step = sample(make_sampler(300), logits, requests)
     assert sorted(step.failed) == [1, 2, 3]
     assert sorted(step.logprobs) == [0, 4]
-    expected = make_sampler(300).sample(clean, requests)
+    expected = sample(make_sampler(300), clean, requests)
     assert [step.token_ids[i] for i in (0, 4)] == [expected.token_ids[i] for i in (0, 4)]
 
 
@@ -319,7 +330,7 @@ def test_a_row_with_every_token_masked_fails_alone(temperature: float) -> None:
         make_request(slot=1, temperature=temperature, allowed_token_ids=(0,), min_tokens=2),
         make_request(slot=2, temperature=temperature),
     ]
-    step = make_sampler(64).sample(logits, requests)
+    step = sample(make_sampler(64), logits, requests)
     assert sorted(step.failed) == [1, 2]
     assert "masked" in step.failed[1]
 
@@ -362,7 +373,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         make_request(slot=1, temperature=2.0, top_k=9, frequency_penalty=1.0, logit_bias={77: 100.0}, logprobs=20),
         make_request(slot=2, temperature=1.0, logprobs=0),
     ]
-    step = make_sampler(5000).sample(logits, requests)
+    step = sample(make_sampler(5000), logits, requests)
     assert torch.equal(logits, before)
     expected = torch.log_softmax(logits.double(), -1)
     assert step.token_ids[1] == 77
@@ -400,6 +411,6 @@ def test_prompt_logprobs_and_ranks_of_equal_logits() -> None:
 
 
 def test_an_empty_batch_and_half_precision_are_fine() -> None:
-    assert make_sampler(10).sample(torch.empty(0, 10), []).token_ids == []
+    assert sample(make_sampler(10), torch.empty(0, 10), []).token_ids == []
     logits = random_logits(1, 300, seed=2).bfloat16()
     assert chosen(make_sampler(300), logits, make_request(temperature=0.0)) == int(logits.float().argmax())
