@@ -91,6 +91,7 @@ class ModelCosts:
         # of each window, None being none, the number of layers
         windows = config.windows or (None,) * config.num_layers
         self._windows = tuple((window, windows.count(window)) for window in dict.fromkeys(windows))
+        self._token_products = self.active_parameters - self._head
         self._pair_flops = 4 * config.num_heads * config.head_dim
 
     @property
@@ -112,15 +113,19 @@ class ModelCosts:
     def step(self, decodes: Sequence[int], chunks: Sequence[tuple[int, int]] = (), sampled: int | None = None) -> Work:
         """A step of one token of each of `decodes`, their contexts with that token counted in, and of the positions
         [start, stop) of each of `chunks`. `sampled`: rows that get logits, by default all."""
-        tokens = len(decodes) + sum([stop - start for start, stop in chunks])
-        sampled = len(decodes) + len(chunks) if sampled is None else sampled
-        kv = pairs = 0
+        tokens = len(decodes)
+        sampled = tokens + len(chunks) if sampled is None else sampled
+        kv = 0
         for window, layers in self._windows:
-            reach = MANY if window is None else window
-            seen = sum(decodes) if window is None else sum([min(context, window) for context in decodes])
-            kv += layers * (seen + sum([stop - max(0, start + 1 - reach) for start, stop in chunks]))
-            pairs += layers * (seen + sum([_pairs(stop, reach) - _pairs(start, reach) for start, stop in chunks]))
-        products = (self.active_parameters - self._head) * tokens + self._head * sampled
+            kv += layers * (sum(decodes) if window is None else sum([min(context, window) for context in decodes]))
+        pairs = kv
+        for start, stop in chunks:
+            tokens += stop - start
+            for window, layers in self._windows:
+                reach = MANY if window is None else window
+                kv += layers * (stop - max(0, start + 1 - reach))
+                pairs += layers * (_pairs(stop, reach) - _pairs(start, reach))
+        products = self._token_products * tokens + self._head * sampled
         return Work(
             bytes=self.weights_read(tokens, sampled) + self._kv_bytes_per_layer * kv,
             flops=2.0 * products + self._pair_flops * pairs,
