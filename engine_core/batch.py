@@ -115,6 +115,7 @@ class _Decoding:
         self._token_ids, self._tables = batch.token_ids.numpy(), batch.block_tables.numpy()
         # In one array, to be moved on by one addition.
         self._places = np.stack([batch.positions.numpy(), batch.slot_mapping.numpy(), batch.context_lens])
+        self._ones = np.ones_like(self._places)  # of the same shape: a number would be made an array each time
         positions, slots = torch.from_numpy(self._places[:2])
         self.batch = replace(batch, positions=positions, slot_mapping=slots, context_lens=self._places[2])
 
@@ -133,7 +134,7 @@ class _Decoding:
                 entering.append((index, row))
         self._rows = rows
         self._pending.take(self._request_slots, out=self._token_ids, mode="clip")  # with "raise" it would be buffered
-        self._places += 1
+        self._places += self._ones
         for index, row in entering:
             block = row.request.block_ids[row.start // size]
             self._tables[index, row.start // size] = block

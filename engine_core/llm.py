@@ -34,6 +34,7 @@ from ipc.recorder.nvtx import with_nvtx
 from ipc.recorder.ring import Recorder
 from ipc.sampling import SamplingParams
 
+_PATIENCE = 0.1  # seconds that a Ctrl-C may wait for other threads' steps
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -190,8 +191,7 @@ class LLM:
                     if waiting[0].done:
                         waiting.popleft()
                         continue
-                    self._step_unless(lambda: waiting[0].done)
-                    raise_if_pressed()
+                    self._step_unless(lambda: waiting[0].done, raise_if_pressed)
                     bar.update(collectors)
             return [collector.output() for collector in collectors]
         finally:
@@ -206,28 +206,30 @@ class LLM:
                 request_ids = self._session.open(prompt.ids, sampling, deltas.append, with_text=with_text)
             while unfinished:
                 while not deltas:
-                    with deferred_interrupts():
-                        self._step_unless(lambda: bool(deltas))
+                    with deferred_interrupts() as raise_if_pressed:
+                        self._step_unless(lambda: bool(deltas), raise_if_pressed)
                 delta = deltas.popleft()
                 unfinished -= delta.ended is not None
                 yield stream_output(delta)
         finally:
             self._abort(request_ids)
 
-    def _step_unless(self, served: Callable[[], bool]) -> None:
-        """One step, unless another thread's step has already brought what this one is waiting for.
-
-        Between two steps on the CPU this is on its way: no context manager."""
-        with self._lock:
+    def _step_unless(self, served: Callable[[], bool], raise_if_pressed: Callable[[], None]) -> None:
+        """One step, unless another thread's step has already brought what this one is waiting for."""
+        while not self._lock.acquire(timeout=_PATIENCE):
+            raise_if_pressed()
+        try:
             self._enter()
             try:
-                if served():
-                    return
-                if not self._session.has_work:
-                    raise EngineError("the LLM was closed while requests were running")
-                self._session.step()
+                if not served():
+                    if not self._session.has_work:
+                        raise EngineError("the LLM was closed while requests were running")
+                    self._session.step()
             finally:
                 self._leave()
+        finally:
+            self._lock.release()
+        raise_if_pressed()
 
     def _abort(self, request_ids: list[int]) -> None:
         self._dropped.append(request_ids)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,26 @@ def test_ctrl_c_leaves_the_engine_clean(tiny: LLM) -> None:
         assert_idle(tiny)
         assert tiny.generate([7], SamplingParams(temperature=0.0, max_tokens=9))[0].token_ids == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_does_not_wait_for_the_steps_of_other_threads(tiny: LLM) -> None:
+    held, interrupted = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tiny._lock:
+            held.set()
+            assert interrupted.wait(30)
+
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        assert held.wait(30)
+        with pytest.raises(KeyboardInterrupt):
+            tiny._step_unless(lambda: False, press)
+        interrupted.set()
+        holding.result()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
