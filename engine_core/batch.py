@@ -14,6 +14,8 @@ from engine_core.plan import ScheduledRow, StepPlan
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+_SPARE_BLOCKS = 16  # that rows may enter before their tables need another tensor
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -26,7 +28,7 @@ class ForwardBatch:
     token_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
     slot_mapping: torch.Tensor  # int64 [tokens]: block * block_size + offset, where the token's K and V go
-    block_tables: torch.Tensor  # int32 [rows, widest table], padded with 0
+    block_tables: torch.Tensor  # int32 [rows, widest table or more], padded with 0
     query_starts: Int32Array  # [rows + 1]
     query_lens: Int32Array  # [rows]: tokens computed in this step
     context_lens: Int64Array  # [rows]: tokens in the KV pool once this step's are written
@@ -112,12 +114,21 @@ class _Decoding:
     ) -> None:
         self._rows, self._block_size, self._pending = rows, block_size, pending
         self._request_slots = np.array([row.request.slot for row in rows], np.int64)
-        self._token_ids, self._tables = batch.token_ids.numpy(), batch.block_tables.numpy()
+        self._token_ids = batch.token_ids.numpy()
+        width = batch.block_tables.shape[1]
+        self._tables = np.zeros((len(rows), width + _SPARE_BLOCKS), np.int32)
+        self._tables[:, :width] = batch.block_tables.numpy()
         # In one array, to be moved on by one addition.
         self._places = np.stack([batch.positions.numpy(), batch.slot_mapping.numpy(), batch.context_lens])
         self._ones = np.ones_like(self._places)  # of the same shape: a number would be made an array each time
         positions, slots = torch.from_numpy(self._places[:2])
-        self.batch = replace(batch, positions=positions, slot_mapping=slots, context_lens=self._places[2])
+        self.batch = replace(
+            batch,
+            positions=positions,
+            slot_mapping=slots,
+            context_lens=self._places[2],
+            block_tables=torch.from_numpy(self._tables),
+        )
 
     def advance(self, plan: StepPlan) -> bool:
         """Become the batch of `plan`. False: it is no such plan, or a block table has outgrown the tensor."""

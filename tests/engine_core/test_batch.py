@@ -32,6 +32,8 @@ def rng() -> random.Random:
 def assert_equal(actual: ForwardBatch, expected: ForwardBatch) -> None:
     for field in fields(ForwardBatch):
         ours, fresh = (np.asarray(getattr(batch, field.name)) for batch in (actual, expected))
+        if field.name == "block_tables":
+            fresh = np.pad(fresh, ((0, 0), (0, ours.shape[1] - fresh.shape[1])))
         np.testing.assert_array_equal(ours, fresh, err_msg=field.name)
         assert ours.dtype == fresh.dtype
 
@@ -97,7 +99,7 @@ def test_only_the_next_token_of_the_same_rows_keeps_a_batch() -> None:
         (plan_of((a, 5)), False),  # again
         (chunk, False),
         (plan_of((a, 7)), False),  # after a chunk
-        (plan_of((a, 8)), False),  # its table is wider
+        (plan_of((a, 8)), True),  # in another block
         (plan_of((a, 9)), True),
         (plan_of((a, 10), (b, 1)), False),
         (plan_of((a, 11), (b, 2)), True),
