@@ -108,3 +108,16 @@ def test_only_the_next_token_of_the_same_rows_keeps_a_batch() -> None:
         assert (batch is before) == kept
         assert_equal(batch, make_batch(plan, 8, CPU, np.arange(2)))
         before = batch
+
+
+def test_a_row_outgrows_the_tensor_of_block_tables(rng: random.Random) -> None:
+    blocks = rng.sample(range(1, 1000), 100)
+    request = Request(1, [1], GREEDY, block_ids=blocks, slot=0)
+    batches = Batches(2, np.zeros(1, np.int64))
+    seen = []
+    for position in range(1, 200):
+        batch = batches.of(plan_of((request, position)))
+        assert_equal(batch, make_batch(plan_of((request, position)), 2, CPU, np.zeros(1, np.int64)))
+        if not seen or batch is not seen[-1]:
+            seen.append(batch)
+    assert 1 < len(seen) < 20
