@@ -377,7 +377,7 @@ class Sequences:
             block_tables=torch.from_numpy(self.tables[[sequence for sequence, _, _ in pieces]]),
             query_starts=starts,
             query_lens=counts,
-            context_lens=np.array([stop for _, _, stop in pieces], np.int32),
+            context_lens=np.array([stop for _, _, stop in pieces], np.int64),
             logits_rows=torch.zeros(0, dtype=torch.int64),
         )
         qkv = torch.cat([self.qkv[sequence][start:stop] for sequence, start, stop in pieces])
