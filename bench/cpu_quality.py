@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from engine_core.attention.base import AttentionSpec
-from engine_core.attention.select import make_attention, with_half_pool
+from engine_core.attention.select import make_attention, with_pool
 from engine_core.batch import make_batch
 from engine_core.layers.linear import WeightsMode
 from engine_core.loader.checkpoint import Checkpoint, ModelBuilder
@@ -71,7 +71,7 @@ class Dequantized:
 
 @torch.inference_mode()
 def log_probabilities(
-    path: str, mode: WeightsMode, dequantize: bool, texts: dict[str, list[int]]
+    path: str, mode: WeightsMode, dequantize: bool, texts: dict[str, list[int]], kv_dtype: str = "auto"
 ) -> dict[str, torch.Tensor]:
     """float64 [tokens, vocabulary] for each text."""
     checkpoint: Checkpoint = open_checkpoint(path, "auto", 0)
@@ -80,7 +80,8 @@ def log_probabilities(
     c, cpu = checkpoint.config, torch.device("cpu")
     model = model_class(c.architecture)(ModelBuilder(checkpoint, mode, torch.float32, cpu))
     spec = AttentionSpec(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.float32, cpu)
-    attention = make_attention("auto", with_half_pool("auto", spec) if mode == "int8" else spec)
+    spec = with_pool("auto", spec, kv_dtype, rounds=mode == "int8", biased=c.qkv_bias)
+    attention = make_attention("auto", spec)
     attention.allocate(max(map(len, texts.values())) // 16 + 1)
     out = {}
     for name, ids in texts.items():

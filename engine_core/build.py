@@ -42,4 +42,4 @@ def _costs(facts: ModelFacts) -> ModelCosts | None:
     if facts.model is None or not facts.weight_bytes:
         return None
     elements = 2 * facts.model.num_layers * facts.model.num_kv_heads * facts.model.head_dim
-    return ModelCosts(facts.model, facts.weight_bytes, facts.kv_bytes_per_token // elements)
+    return ModelCosts(facts.model, facts.weight_bytes, facts.kv_bytes_per_token / elements)

@@ -77,12 +77,13 @@ def count_parameters(config: ModelConfig) -> Parameters:
 
 
 class ModelCosts:
-    """`weight_bytes`: of a weight as the device holds it, a mean if they differ; `kv_bytes`: of one element of KV."""
+    """`weight_bytes`: of a weight as the device holds it, a mean if they differ; `kv_bytes`: of one element of KV, its
+    share of a scale included."""
 
-    def __init__(self, config: ModelConfig, weight_bytes: float, kv_bytes: int) -> None:
+    def __init__(self, config: ModelConfig, weight_bytes: float, kv_bytes: float) -> None:
         self.config, self.weight_bytes = config, weight_bytes
         self.parameters = p = count_parameters(config)
-        self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bytes
+        self.kv_bytes_per_token = round(2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bytes)
         self._kv_bytes_per_layer = self.kv_bytes_per_token // config.num_layers
         self._head = config.vocab_size * config.hidden_size
         self._shared = p.attention + p.mlp + p.routers + p.norms  # used by every token

@@ -14,7 +14,7 @@ import torch
 from engine_core.attention.base import Attention, AttentionSpec
 from engine_core.attention.cpu import CpuAttention
 from engine_core.attention.flash import FlashAttention, choose_flash
-from engine_core.attention.select import check_attention, make_attention, with_half_pool
+from engine_core.attention.select import check_attention, make_attention, with_pool
 from engine_core.batch import Batches, ForwardBatch, make_batch
 from engine_core.cpu.forward import CpuModel
 from engine_core.device import choose_device, choose_dtype, choose_threads
@@ -160,8 +160,8 @@ def build_runner(
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
         weight_bytes = mean_weight_bytes(model)
     spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
-    if mode == "int8":
-        spec = with_half_pool(config.attention, spec)
+    biased = checkpoint.config.qkv_bias
+    spec = with_pool(config.attention, spec, config.kv_cache_dtype, rounds=mode == "int8", biased=biased)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
         runner = _make_runner(config, model, spec, max_model_len, flash, recorder)
     if device.type == "cuda":
@@ -194,6 +194,7 @@ def build_runner(
         dtype=str(dtype).removeprefix("torch."),
         weights=mode,
         attention=runner.attention_name,
+        kv_dtype=str(spec.pool_dtype).removeprefix("torch."),
         kv_bytes_per_token=spec.kv_bytes_per_token,
         seconds=seconds,
         model=checkpoint.config,

@@ -78,6 +78,10 @@ class EngineOptions(Config, frozen=True):
         Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i?B)?$")] | None,
         option("Memory & scheduling", "KV cache size, such as 20GiB [from free memory]"),
     ] = None
+    # "auto" is that of computation, or int8 on the CPU where weights are (float16 where K has a bias).
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "int8"], option("Memory & scheduling", "KV on CPUs")
+    ] = "auto"
     gpu_memory_utilization: Annotated[Fraction, option("Memory & scheduling", "share of the GPU's memory to use")] = 0.9
     cpu_memory_utilization: Annotated[
         Fraction, option("Memory & scheduling", "share of free memory for KV on the CPU")

@@ -34,8 +34,13 @@ class AttentionSpec:
         return self.kv_dtype or self.dtype
 
     @property
+    def head_bytes(self) -> int:
+        """Of K or V of a token and KV head in the pool. As int8 they have a float32 scale for 32 numbers."""
+        return self.head_dim * self.pool_dtype.itemsize + (self.head_dim // 8 if self.pool_dtype == torch.int8 else 0)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.pool_dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_bytes
 
     @property
     def scale(self) -> float:

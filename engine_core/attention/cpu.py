@@ -1,6 +1,6 @@
 """Attention by the CPU kernels: in float32, and the same bits however a request's tokens are batched or chunked.
 
-The KV pool is float32 too, or half precision if `kv_dtype` of its spec says so."""
+The KV pool is float32 too, or half precision or int8 if `kv_dtype` of its spec says so."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from numpy.typing import NDArray
 from engine_core.attention.base import AttentionSpec
 from engine_core.attention.torch import zeros
 from engine_core.batch import ForwardBatch
-from engine_core.kernels.cpu_cache import kernel, tile_vectors
+from engine_core.kernels.cpu_cache import dot_width, kernel, tile_vectors
 from engine_core.kernels.cpu_elementwise import fixed_point
-from engine_core.kernels.cpu_layout import CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS, TASK_NUMBERS
+from engine_core.kernels.cpu_layout import BLOCK, CONTEXT, GROUP, NO_WINDOW, QUERY_ROWS, TASK_NUMBERS
 from engine_core.kernels.cpu_team import cpu_team
 
 SMALL = 65_536  # products of queries and keys that one thread computes sooner than two could agree to share them
 
 
 class CpuAttention:
-    """KV pool [layers, 2, blocks, kv_heads * block_size * head_dim]; the kernels say how a block is laid out."""
+    """KV pool [layers, 2, blocks, numbers of a block]; `PoolFormat` says how they lie there."""
 
     name = "cpu"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        half = spec.pool_dtype == torch.float16
-        self.enter_kernel = kernel("attention:enter", half)
-        self.attend_kernel = kernel("attention:attend", tile_vectors(), half)
-        self._write_kernel = kernel("attention:write", half)
+        bits = 8 * spec.pool_dtype.itemsize
+        self.enter_kernel = kernel("attention:enter", bits)
+        self.attend_kernel = kernel("attention:attend", tile_vectors(), bits, dot_width())
+        self._write_kernel = kernel("attention:write", bits)
         self.cache = torch.empty(0)
         self.pools: list[tuple[int, int]] = []  # addresses of K and V, for each layer
         self._tasks = self._chosen = np.empty((0, TASK_NUMBERS), np.int64)
@@ -42,15 +42,16 @@ class CpuAttention:
         return (
             spec.device.type == "cpu"
             and spec.dtype == torch.float32
-            and spec.pool_dtype in (torch.float32, torch.float16)
-            and spec.head_dim % GROUP == 0
+            and spec.pool_dtype in (torch.float32, torch.float16, torch.int8)
+            and spec.head_dim % (BLOCK if spec.pool_dtype == torch.int8 else GROUP) == 0
             and spec.block_size % GROUP == 0
             and CONTEXT % spec.block_size == 0
         )
 
     def allocate(self, num_blocks: int) -> None:
         s = self.spec
-        shape = (s.num_layers, 2, num_blocks, s.num_kv_heads * s.block_size * s.head_dim)
+        block_bytes = s.num_kv_heads * s.block_size * s.head_bytes
+        shape = (s.num_layers, 2, num_blocks, block_bytes // s.pool_dtype.itemsize)
         self.cache = zeros(shape, s.pool_dtype, s.device)
         self.pools = [(keys.data_ptr(), values.data_ptr()) for keys, values in self.cache]
 

@@ -48,17 +48,43 @@ def make_attention(name: str, spec: AttentionSpec) -> Attention:
     return IMPLEMENTATIONS[_choose(name, spec)](spec)
 
 
-def with_half_pool(name: str, spec: AttentionSpec) -> AttentionSpec:
-    """`spec` with a KV pool in half precision, if the implementation `name` can have one beside float32."""
-    half = replace(spec, kv_dtype=torch.float16)
-    return half if _choose(name, half) == "cpu" else spec
+POOLS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+
+
+def with_pool(name: str, spec: AttentionSpec, wanted: str, *, rounds: bool, biased: bool) -> AttentionSpec:
+    """`spec` with a KV pool as `wanted`, for the attention implementation `name`.
+
+    "auto": smaller than its numbers if the model's products round their inputs anyway (`rounds`) and the implementation
+    can. Where K has a bias (`biased`), some of its dimensions may be a hundred times larger than others, which int8
+    would lose, so half precision then. Raises UserError if what is wanted is not there.
+    """
+    if wanted != "auto":
+        kinds = [wanted]
+    elif rounds:
+        kinds = ["float16"] if biased else ["int8", "float16"]
+    else:
+        return spec
+    for kind in kinds:
+        found = replace(spec, kv_dtype=POOLS[kind])
+        if found.pool_dtype == spec.dtype or _has_kernels(name, found):
+            return found
+    if wanted == "auto":
+        return spec
+    raise UserError(
+        f"--kv-cache-dtype {wanted} needs the CPU's own kernels: --device cpu, float32, --attention auto or cpu, head "
+        f"sizes that are multiples of {32 if wanted == 'int8' else 16}; use --kv-cache-dtype auto"
+    )
+
+
+def _has_kernels(name: str, spec: AttentionSpec) -> bool:
+    if spec.device.type != "cpu" or name not in ("auto", "cpu"):
+        return False
+    from engine_core.attention.cpu import CpuAttention
+
+    return CpuAttention.supports(spec)
 
 
 def _choose(name: str, spec: AttentionSpec) -> str:
     if name != "auto":
         return name
-    if spec.device.type == "cpu":
-        from engine_core.attention.cpu import CpuAttention
-
-        return "cpu" if CpuAttention.supports(spec) else "torch"
-    return "torch"
+    return "cpu" if _has_kernels(name, spec) else "torch"

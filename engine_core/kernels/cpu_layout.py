@@ -63,6 +63,40 @@ class WeightFormat:
         return self.scales_at + self.kinds * CHUNK * 2
 
 
+@dataclass(frozen=True)
+class PoolFormat:
+    """How the KV pool keeps numbers: as floats (32 bits), in half precision (16), or as int8 with scales (8).
+
+    For each block and KV head K has a line for each dimension, with a cell for each position of the block; as int8 a
+    cell holds four dimensions, which one instruction multiplies, and after each eight lines comes one of their float32
+    scales. V has the dimensions of one position side by side; as int8 a float32 scale for each position comes last.
+    """
+
+    bits: int
+
+    @property
+    def scaled(self) -> bool:
+        return self.bits == 8
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number."""
+        return self.bits // 8
+
+    @property
+    def cell(self) -> int:
+        """Bytes of a position in a line of K."""
+        return 4 if self.scaled else self.item
+
+    @property
+    def scales(self) -> int:
+        """Bytes of scales for `BLOCK` dimensions of K. V has as much room."""
+        return 4 if self.scaled else 0
+
+
+KEY_LINES = BLOCK // 4 + 1  # of int8 for `BLOCK` dimensions, the scales included
+
+
 # The shared state of a team: int64 cells, those that are written often in cache lines of their own.
 GENERATION, OPEN, INSIDE, SLEEPERS = 0, 8, 16, 24
 KERNEL, ARGS, SYSCALL, FUTEX, STOP, LAUNCHES, COUNT = 32, 33, 34, 35, 36, 37, 38

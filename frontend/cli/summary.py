@@ -49,6 +49,8 @@ def chosen(known: dict[str, Any]) -> list[tuple[str, str]]:
     if "KV cache" in rows and known.get("max_model_len"):
         longest = known["max_model_len"]
         rows["KV cache"] += f", {known['kv_tokens'] // longest:,} requests of {longest:,}"
+    if "KV cache" in rows and known.get("kv_dtype"):
+        rows["KV cache"] += f", in {known['kv_dtype']}"
     return list(rows.items())
 
 

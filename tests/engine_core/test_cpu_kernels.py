@@ -339,6 +339,15 @@ def test_rotate(dim: int, threads: int) -> None:
     torch.testing.assert_close(cpu_elementwise.rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
+def rounded_heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [tokens, heads, dim] as int8 with a scale for `size` numbers each; float64."""
+    blocks = x.float().reshape(-1, size)
+    largest = blocks.abs().amax(1, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest
+    integers = (blocks * inverse.nan_to_num(0, 0, 0)).round()
+    return ((largest * np.float32(1 / 127)).double() * integers.double()).reshape(x.shape)
+
+
 def spec(
     heads: int, kv_heads: int, dim: int, block_size: int, window: int | None = None, pool: torch.dtype | None = None
 ) -> AttentionSpec:
@@ -388,17 +397,24 @@ class Sequences:
 
     def expected(self, sequence: int) -> torch.Tensor:
         s = self.shape
-        parts = self.qkv[sequence].double().split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 1)
+        parts = self.qkv[sequence].split([s.num_heads, s.num_kv_heads, s.num_kv_heads], 1)
         if s.pool_dtype == torch.float16:
-            parts = (parts[0], *(part.clamp(-65504, 65504).half().double() for part in parts[1:]))
-        q, k, v = (part.transpose(0, 1) for part in parts)
+            parts = (parts[0], *(part.clamp(-65504, 65504).half() for part in parts[1:]))
+        if s.pool_dtype == torch.int8:  # the kernels round queries that are scaled already
+            q, k, v = parts
+            parts = (
+                rounded_heads(q * np.float32(s.scale), 32) / np.float32(s.scale),
+                rounded_heads(k, 32),
+                rounded_heads(v, s.head_dim),
+            )
+        q, k, v = (part.double().transpose(0, 1) for part in parts)
         age = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
         mask = (age >= 0) & (age < (s.window(0) or len(age)))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize(
     "heads",
     [
@@ -412,12 +428,16 @@ class Sequences:
     ],
 )
 def test_attention_of_whole_prompts(heads: tuple[int, ...], pool: torch.dtype, threads: int) -> None:
-    sequences = Sequences(spec(*heads[:4], *(heads[4:] or (None,)), pool), [1, 17, 64, 150])
+    shape = spec(*heads[:4], *(heads[4:] or (None,)), pool)
+    if pool == torch.int8 and heads[2] % 32:
+        assert not CpuAttention.supports(shape)
+        return
+    sequences = Sequences(shape, [1, 17, 64, 150])
     for i, out in enumerate(sequences.attend([(i, 0, n) for i, n in enumerate(sequences.lengths)])):
         assert error(out, sequences.expected(i)) < 2e-6
 
 
-@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize("window", [None, 1, 33, 64, 65, 150])
 def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(
     window: int | None, pool: torch.dtype, threads: int
@@ -433,6 +453,19 @@ def test_attention_is_the_same_in_chunks_in_decode_and_in_any_batch(
     assert torch.equal(torch.cat([step[1] for step in decoded]), first[40:80])
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-12, 1e12])
+def test_int8_holds_numbers_of_any_size(factor: float) -> None:
+    sequences = Sequences(spec(4, 2, 64, 16, None, torch.int8), [40])
+    sequences.qkv[0][:20, 4:] *= factor
+    sequences.qkv[0][:, :4] /= max(factor, 1.0)
+    (out,) = sequences.attend([(0, 0, 40)])
+    if factor < 1e-30:  # what is smaller than 1e-30 counts as 0
+        sequences.qkv[0][:20, 4:] = 0
+    expected = sequences.expected(0)
+    for rows in (slice(20), slice(20, 40)):
+        assert float((out[rows].double() - expected[rows]).abs().max()) <= 2e-6 * float(expected[rows].abs().max())
+
+
 def test_what_half_precision_cannot_hold_becomes_its_largest() -> None:
     sequences = Sequences(spec(4, 2, 32, 16, None, torch.float16), [40])
     sequences.qkv[0][20:, 4:] *= 1e5
@@ -446,10 +479,17 @@ def test_what_half_precision_cannot_hold_becomes_its_largest() -> None:
     assert out[:, 64:].isfinite().all()
 
 
-@pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])
-def test_nan_left_in_the_pool_reaches_nobody(attention: type[CpuAttention | TorchAttention]) -> None:
-    sequences = Sequences(spec(4, 2, 32, 16), [40, 90], attention)
-    sequences.attention.cache.fill_(math.nan)
+@pytest.mark.parametrize(
+    ("attention", "pool"), [(CpuAttention, None), (CpuAttention, torch.int8), (TorchAttention, None)]
+)
+def test_nan_left_in_the_pool_reaches_nobody(
+    attention: type[CpuAttention | TorchAttention], pool: torch.dtype | None
+) -> None:
+    sequences = Sequences(spec(4, 2, 32, 16, None, pool), [40, 90], attention)
+    if pool == torch.int8:
+        sequences.attention.cache.fill_(-1)  # as floats, which scales are, these bits are NaN
+    else:
+        sequences.attention.cache.fill_(math.nan)
     parts = [[sequences.attend([(i, 0, 10)])[0]] for i in range(2)]
     for at in range(10, 40):
         for part, out in zip(parts, sequences.attend([(0, at, at + 1), (1, at, at + 1)]), strict=True):
@@ -459,10 +499,14 @@ def test_nan_left_in_the_pool_reaches_nobody(attention: type[CpuAttention | Torc
         assert error(torch.cat(part), sequences.expected(i)) < 2e-6
 
 
-@pytest.mark.parametrize("attention", [CpuAttention, TorchAttention])
+@pytest.mark.parametrize(
+    ("attention", "pool"), [(CpuAttention, None), (CpuAttention, torch.int8), (TorchAttention, None)]
+)
 @pytest.mark.parametrize("part", [0, 4, 6])  # the first head of Q, of K, of V
-def test_a_rows_own_nan_is_not_hidden(part: int, attention: type[CpuAttention | TorchAttention]) -> None:
-    sequences = Sequences(spec(4, 2, 32, 16), [70], attention)
+def test_a_rows_own_nan_is_not_hidden(
+    part: int, attention: type[CpuAttention | TorchAttention], pool: torch.dtype | None
+) -> None:
+    sequences = Sequences(spec(4, 2, 32, 16, None, pool), [70], attention)
     sequences.qkv[0][50, part, 3] = math.nan
     out = sequences.attend([(0, 0, 70)])[0]
     assert out[50].isnan().any()

@@ -141,7 +141,9 @@ def test_facts_and_progress(tmp_path: Path) -> None:
     assert (facts.vocab_size, facts.eos_token_ids) == (320, {4})
     assert facts.kv_bytes_per_token == 2 * 3 * 2 * 32 * 4
     _, facts = build_runner(msgspec.structs.replace(config, weights="int8"))
-    assert facts.kv_bytes_per_token == 2 * 3 * 2 * 32 * 2  # K and V in half precision
+    assert (facts.kv_dtype, facts.kv_bytes_per_token) == ("int8", 2 * 3 * 2 * (32 + 4))
+    _, facts = build_runner(msgspec.structs.replace(config, weights="int8", kv_cache_dtype="float16"))
+    assert (facts.kv_dtype, facts.kv_bytes_per_token) == ("float16", 2 * 3 * 2 * 32 * 2)
     _, facts = build_runner(msgspec.structs.replace(config, weights="int8", attention="torch"))
     assert facts.kv_bytes_per_token == 2 * 3 * 2 * 32 * 4
     fractions = [fraction for phase, fraction in news if phase == "loading weights"]
@@ -161,6 +163,8 @@ def test_facts_and_progress(tmp_path: Path) -> None:
         ({"kv_bytes": "100KB", "max_model_len": 200}, r"cannot hold one request .*raise --kv-bytes or lower"),
         ({"kv_tokens": 100, "max_model_len": 200}, r"cannot hold one request .*raise --kv-tokens or lower"),
         ({"attention": "flash_attn"}, "--attention flash_attn"),
+        ({"attention": "torch", "kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 needs .* multiples of 32; use"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 needs"),
         ({"device": "cuda"}, "--device cuda"),
     ],
 )

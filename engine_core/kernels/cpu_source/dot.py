@@ -69,7 +69,7 @@ def dot_tile(form: WeightFormat, rows: int, vectors: int, width: int, panel: str
                     unpacked.keep_integers(at, integers)
                 for m in range(rows):
                     x_part = e.broadcast(e.at(x_block, m * X_BLOCK_BYTES + at, _I32), LANES)
-                    sums[m] = [_dot(e, *pair, x_part, width) for pair in zip(sums[m], integers, strict=True)]
+                    sums[m] = [dot_bytes(e, *pair, x_part, width) for pair in zip(sums[m], integers, strict=True)]
             steps_block = builder.add(steps, builder.mul(block, e.const(STEPS_BYTES)))
             for v in range(vectors):
                 factors = source.factors(v)
@@ -257,7 +257,7 @@ def _dot_pairs(e: Emit, total: Any, x: Any, y: Any, width: int) -> Any:
     return e.b.add(total, _multiply_pairs(e, x, y))
 
 
-def _dot(e: Emit, total: Any, weights: Any, x: Any, width: int) -> Any:
+def dot_bytes(e: Emit, total: Any, weights: Any, x: Any, width: int) -> Any:
     """total + the four products of unsigned bytes of `weights` with signed bytes of `x`, in each of 16 lanes."""
     if width == 512:
         return _vnni(e, total, weights, x)

@@ -166,7 +166,7 @@ def quantize() -> Callable[[Any], None]:
             if first >= rows:
                 break
             for row in range(first, smaller(first + TASK_ROWS, rows)):
-                quantize_row(x + row * x_stride * 4, rounded_row(out, row, blocks), blocks, offset)
+                quantize_row(x + row * x_stride * 4, rounded_row(out, row, blocks), X_STEP, blocks, offset)
 
     return kernel
 

@@ -111,24 +111,55 @@ def _fix_rows(rows: int, units_step: int) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_row(typing_context: Any, x: Any, out: Any, blocks: Any, offset: Any) -> Any:
-    """`quantize_row(x, out, blocks, offset)`: 32 floats a block at address `x` to blocks at `out`, `X_STEP` apart.
+def quantize_row(typing_context: Any, x: Any, out: Any, step: Any, blocks: Any, offset: Any) -> Any:
+    """`quantize_row(x, out, step, blocks, offset)`: 32 floats a block at address `x` to blocks at `out`, `step` bytes
+    apart.
 
     The largest of a block becomes 127. A NaN or an infinity makes the scale NaN or infinite, and with it all that it
     meets.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, out, blocks, offset = values
+        x, out, step, blocks, offset = values
         e = Emit(builder)
-
-        def block(at: Any) -> list[Any]:
-            return _halves(e, builder.add(x, at))
-
-        _quantize(e, block, blocks, out, e.const(X_STEP), offset)
+        quantize_blocks(e, x, out, step, blocks, offset)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+    return types.void(*[types.int64] * 5), codegen
+
+
+def quantize_blocks(e: Emit, x: Any, out: Any, step: Any, blocks: Any, offset: Any) -> None:
+    """The code of `quantize_row`."""
+
+    def block(at: Any) -> list[Any]:
+        return _halves(e, e.b.add(x, at))
+
+    _quantize(e, block, blocks, out, step, offset)
+
+
+def quantize_head(e: Emit, x: Any, out: Any, scale: Any, vectors: Any) -> None:
+    """16 * vectors floats at address `x` to int8 at `out`, with one scale for all, which goes to `scale`.
+
+    What is not a number or infinite counts as for `quantize_row`.
+    """
+    b = e.b
+    largest = cgutils.alloca_once_value(b, _integers(0))
+    with cgutils.for_range(b, vectors, intp=_I64) as loop:
+        value = e.load(x, b.mul(loop.index, e.const(LANES)), LANES)
+        size = b.and_(b.bitcast(value, _VI32), _integers(0x7FFFFFFF))
+        b.store(_larger(e, b.load(largest), size), largest)
+    most = b.bitcast(_reduce(e, [b.load(largest)], _larger), _QF32)
+    inverse = b.fdiv(ir.Constant(_QF32, [127.0] * TOGETHER), most)
+    counts = b.fcmp_ordered(">", most, ir.Constant(_QF32, [_SMALLEST] * TOGETHER))
+    inverse = b.select(counts, inverse, ir.Constant(_QF32, [0.0] * TOGETHER))
+    factor = b.shuffle_vector(inverse, inverse, _lanes([0] * LANES))
+    with cgutils.for_range(b, vectors, intp=_I64) as loop:
+        at = b.mul(loop.index, e.const(LANES))
+        rounded = b.fadd(b.fmul(e.load(x, at, LANES), factor), ir.Constant(_VF32, [MAGIC] * LANES))
+        lowest = b.bitcast(rounded, _BYTES)
+        e.put(b.shuffle_vector(lowest, lowest, _lanes([*range(0, 4 * LANES, 4)])), b.add(out, at), 0)
+    first = b.extract_element(most, ir.Constant(_I32, 0))
+    e.put(b.fmul(first, ir.Constant(_F32, 1 / 127)), scale, 0)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -14,56 +14,104 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import GROUP
-from engine_core.kernels.cpu_source.pool import pool_vector
+from engine_core.kernels.cpu_layout import BLOCK, CONTEXT, GROUP, KEY_LINES, X_BLOCK_BYTES, PoolFormat
+from engine_core.kernels.cpu_memory import CACHE_LINE
+from engine_core.kernels.cpu_source.dot import VF32, VI32, dot_bytes
+from engine_core.kernels.cpu_source.pool import pool_floats
+from engine_core.kernels.cpu_source.rounding import SCALE, START
 from engine_core.kernels.cpu_source.tile import Emit
 
+GROUPS = CONTEXT // GROUP
+# A table of addresses for each of the groups of a context: first those of K, then those of V and of V's scales.
+VALUES, VALUE_SCALES, PLACES = 8 * GROUPS, 16 * GROUPS, 24 * GROUPS  # bytes from the first
 _FLOAT, _LINE = 4, 4 * GROUP  # bytes
-_I64, _FLOATS = ir.IntType(64), ir.VectorType(ir.FloatType(), GROUP)
+_I32, _F32, _I64 = ir.IntType(32), ir.FloatType(), ir.IntType(64)
 
 
-def score_tile(rows: int, groups: int, half: bool) -> Any:
+def score_tile(rows: int, groups: int, form: PoolFormat, width: int) -> Any:
     """An intrinsic that computes the scores of `rows` queries with `groups` groups of `GROUP` positions.
 
-    `tile(queries, dim, keys, step, values, scores, scores_stride)`: queries are [rows, dim]; `keys` and `values` are
-    the addresses of an address for each group; dimensions of a key are `step` bytes apart. Strides are in floats. With
-    each dimension, as much of each group's values is fetched, which are needed next.
+    `tile(queries, dim, keys, step, scores, scores_stride)`: queries are [rows, dim], or rounded rows if K is int8;
+    `keys` is the address of an address for each group, `VALUES` behind which is that of its values; lines of a key are
+    `step` bytes apart. Strides are in floats. With each line, as much of each group's values is fetched, which are
+    needed next.
     """
-    size = GROUP * (2 if half else 4)
+    if form.scaled:
+        return _rounded_score_tile(rows, groups, width)
+    size = GROUP * form.item
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        queries, dim, keys, step, fetch, scores, scores_stride = values
+        queries, dim, keys, step, scores, scores_stride = values
         e = Emit(builder)
         total = e.accumulators(rows, groups, GROUP)
         query_rows = _rows(e, queries, dim, rows)
-        key_at, fetch_at = (_addresses(e, table, groups) for table in (keys, fetch))
+        key_at, fetch_at = (_addresses(e, keys, table, groups) for table in (0, VALUES))
         with cgutils.for_range(builder, dim, intp=_I64) as loop:
             line, start = builder.mul(loop.index, e.const(size)), builder.mul(loop.index, step)
-            columns = [_column(e, builder.add(address, start), half) for address in key_at]
+            columns = [pool_floats(e, form, builder.add(address, start)) for address in key_at]
             for address in fetch_at:
                 e.prefetch(builder.add(address, line), 0)
             for row, slots in zip(query_rows, total, strict=True):
                 _add_products(e, columns, e.load(row, loop.index), slots)
-        for row, slots in zip(_rows(e, scores, scores_stride, rows), total, strict=True):
-            for g, slot in enumerate(slots):
-                e.put(builder.load(slot), row, g * _LINE)
+        _store(e, total, _rows(e, scores, scores_stride, rows))
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing_context, queries, dim, keys, step, values, scores, scores_stride):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 7), codegen
+    def tile(typing_context, queries, dim, keys, step, scores, scores_stride):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 6), codegen
 
     return tile
 
 
-def value_tile(rows: int, groups: int, half: bool) -> Any:
+def _rounded_score_tile(rows: int, groups: int, width: int) -> Any:
+    """The same for int8: a block of 32 dimensions is summed exactly, then scaled."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        queries, dim, keys, step, scores, scores_stride = values
+        e, b = Emit(builder), builder
+        total = e.accumulators(rows, groups, GROUP)
+        blocks = b.sdiv(dim, e.const(BLOCK))
+        starts = [b.add(queries, b.mul(b.mul(blocks, e.const(X_BLOCK_BYTES)), e.const(m))) for m in range(rows)]
+        tables = [_addresses(e, keys, table, groups) for table in (0, VALUES, VALUE_SCALES)]
+        for address in tables[2]:
+            e.prefetch(address, 0)
+        with cgutils.for_range(b, blocks, intp=_I64) as loop:
+            lines = b.mul(b.mul(loop.index, e.const(KEY_LINES)), step)
+            fetched = b.mul(loop.index, e.const(GROUP * BLOCK))
+            query = [b.add(start, b.mul(loop.index, e.const(X_BLOCK_BYTES))) for start in starts]
+            sums = [[e.broadcast(e.at(block, START, _I32), GROUP)] * groups for block in query]
+            for line in range(KEY_LINES - 1):
+                for address in tables[1]:
+                    e.prefetch(b.add(address, fetched), line * CACHE_LINE)
+                columns = [e.at(b.add(address, lines), 0, VI32) for address in tables[0]]
+                for m, block in enumerate(query):
+                    x = e.broadcast(e.at(block, line * 4, _I32), GROUP)
+                    sums[m] = [dot_bytes(e, *pair, x, width) for pair in zip(sums[m], columns, strict=True)]
+                lines = b.add(lines, step)
+            scales = [e.at(b.add(address, lines), 0, VF32) for address in tables[0]]
+            for block, row, slots in zip(query, sums, total, strict=True):
+                scale = e.broadcast(e.at(block, SCALE, _F32), GROUP)
+                for value, key_scale, slot in zip(row, scales, slots, strict=True):
+                    both = b.fmul(scale, key_scale)
+                    b.store(e.multiply_add(b.sitofp(value, VF32), both, b.load(slot)), slot)
+        _store(e, total, _rows(e, scores, scores_stride, rows))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typing_context, queries, dim, keys, step, scores, scores_stride):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 6), codegen
+
+    return tile
+
+
+def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
     """An intrinsic that adds to `groups` groups of `GROUP` dimensions of `rows` sums the values of some positions.
 
     `tile(weights, weights_stride, values, dim, count, sums, keys, step)`: weights are [rows, count], values [count,
-    dim], sums [rows, dim]; strides in numbers. With each position, the first of as many dimensions as groups are
-    fetched of `keys`, which are needed next and `step` bytes apart.
+    dim], sums [rows, dim]; strides in numbers. With each position, the first group of as many lines as are needed for
+    all dimensions is fetched of `keys`, which are needed next and `step` bytes apart.
     """
-    size = 2 if half else 4
+    size = form.item
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         weights, weights_stride, values_at, dim, count, sums, fetch, step = values
@@ -72,18 +120,22 @@ def value_tile(rows: int, groups: int, half: bool) -> Any:
         weight_rows, sum_rows = _rows(e, weights, weights_stride, rows), _rows(e, sums, dim, rows)
         for row, slots in zip(sum_rows, total, strict=True):
             for g, slot in enumerate(slots):
-                builder.store(e.at(row, g * _LINE, _FLOATS), slot)
+                builder.store(e.at(row, g * _LINE, VF32), slot)
+        if form.scaled and groups * GROUP > BLOCK:
+            for line in range(groups * GROUP // 4, groups * GROUP // BLOCK * KEY_LINES):
+                e.prefetch(builder.add(fetch, builder.mul(step, e.const(line))), 0)
         with cgutils.for_range(builder, count, intp=_I64) as loop:
             start = builder.add(values_at, builder.mul(loop.index, builder.mul(dim, e.const(size))))
-            columns = [_column(e, builder.add(start, e.const(g * GROUP * size)), half) for g in range(groups)]
-            line = builder.add(fetch, builder.mul(builder.mul(loop.index, e.const(groups)), step))
-            for g in range(groups):
+            columns = [pool_floats(e, form, builder.add(start, e.const(g * GROUP * size))) for g in range(groups)]
+            number = builder.mul(loop.index, e.const(groups))
+            if form.scaled:  # a quarter as many lines, and those of scales
+                number = builder.lshr(number, e.const(2))
+            line = builder.add(fetch, builder.mul(number, step))
+            for g in range(1 if form.scaled else groups):
                 e.prefetch(builder.add(line, builder.mul(step, e.const(g))), 0)
             for row, slots in zip(weight_rows, total, strict=True):
                 _add_products(e, columns, e.load(row, loop.index), slots)
-        for row, slots in zip(sum_rows, total, strict=True):
-            for g, slot in enumerate(slots):
-                e.put(builder.load(slot), row, g * _LINE)
+        _store(e, total, sum_rows)
         return context.get_dummy_value()
 
     @intrinsic
@@ -99,29 +151,29 @@ def tile_rows(left):  # type: ignore[no-untyped-def]
     return 6 if left >= 6 else 4 if left >= 4 else left
 
 
-def score_tiles(groups: int, half: bool) -> Any:
+def score_tiles(groups: int, form: PoolFormat, width: int) -> Any:
     """A function that is a `score_tile` of `tile_rows`, whose number is its first argument."""
-    one, two, three, four, six = (score_tile(rows, groups, half) for rows in (1, 2, 3, 4, 6))
+    one, two, three, four, six = (score_tile(rows, groups, form, width) for rows in (1, 2, 3, 4, 6))
 
     @numba.njit(inline="always")
-    def tile(count, queries, dim, keys, step, values, scores, scores_stride):  # type: ignore[no-untyped-def]
+    def tile(count, queries, dim, keys, step, scores, scores_stride):  # type: ignore[no-untyped-def]
         if count == 6:
-            six(queries, dim, keys, step, values, scores, scores_stride)
+            six(queries, dim, keys, step, scores, scores_stride)
         elif count == 4:
-            four(queries, dim, keys, step, values, scores, scores_stride)
+            four(queries, dim, keys, step, scores, scores_stride)
         elif count == 3:
-            three(queries, dim, keys, step, values, scores, scores_stride)
+            three(queries, dim, keys, step, scores, scores_stride)
         elif count == 2:
-            two(queries, dim, keys, step, values, scores, scores_stride)
+            two(queries, dim, keys, step, scores, scores_stride)
         else:
-            one(queries, dim, keys, step, values, scores, scores_stride)
+            one(queries, dim, keys, step, scores, scores_stride)
 
     return tile
 
 
-def value_tiles(groups: int, half: bool) -> Any:
+def value_tiles(groups: int, form: PoolFormat) -> Any:
     """A function that is a `value_tile` of `tile_rows`, whose number is its first argument."""
-    one, two, three, four, six = (value_tile(rows, groups, half) for rows in (1, 2, 3, 4, 6))
+    one, two, three, four, six = (value_tile(rows, groups, form) for rows in (1, 2, 3, 4, 6))
 
     @numba.njit(inline="always")
     def tile(count, weights, weights_stride, values, dim, used, sums, keys, step):  # type: ignore[no-untyped-def]
@@ -139,18 +191,18 @@ def value_tiles(groups: int, half: bool) -> Any:
     return tile
 
 
-def _column(e: Emit, address: Any, half: bool) -> Any:
-    """16 numbers of the pool as floats."""
-    value = e.at(address, 0, pool_vector(half))
-    return e.b.fpext(value, _FLOATS) if half else value
-
-
 def _rows(e: Emit, start: Any, stride: Any, count: int) -> list[Any]:
     return [e.b.add(start, e.b.mul(stride, e.const(_FLOAT * m))) for m in range(count)]
 
 
-def _addresses(e: Emit, table: Any, count: int) -> list[Any]:
-    return [e.at(table, 8 * i, _I64) for i in range(count)]
+def _addresses(e: Emit, places: Any, table: int, count: int) -> list[Any]:
+    return [e.at(places, table + 8 * i, _I64) for i in range(count)]
+
+
+def _store(e: Emit, total: list[list[Any]], rows: list[Any]) -> None:
+    for row, slots in zip(rows, total, strict=True):
+        for g, slot in enumerate(slots):
+            e.put(e.b.load(slot), row, g * _LINE)
 
 
 def _add_products(e: Emit, columns: list[Any], value: Any, slots: list[Any]) -> None:
