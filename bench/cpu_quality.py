@@ -2,9 +2,9 @@
 
     python -m bench.cpu_quality MODEL.gguf
 
-Two variants are compared with `weights="none", dtype="float32"`: the file's own blocks (what `weights="auto"` does),
-and the dequantized weights rounded to int8 anew (what `weights="int8"` does to checkpoints that are not quantized).
-Both round the inputs of every matrix to int8 and keep K and V in half precision. Prints for each text the mean and
+Variants are compared with `weights="none", dtype="float32"`: the file's own blocks (what `weights="auto"` does), with K
+and V in int8 and in half precision, and the dequantized weights rounded to int8 anew (what `weights="int8"` does to
+checkpoints that are not quantized). All round the inputs of every matrix to int8. Prints for each text the mean and
 largest Kullback-Leibler divergence, perplexity of both, and how often the most likely token agrees; appends them to
 bench/results/cpu_quality.jsonl.
 """
@@ -116,8 +116,12 @@ def main() -> None:
     print(f"{'':32}{'tokens':>7}{'KL mean':>10}{'KL max':>10}{'ppl exact':>11}{'ppl':>9}{'top-1':>8}")
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
-        for variant, dequantize in (("file's blocks", False), ("rounded to int8", True)):
-            values = log_probabilities(options.model, "int8", dequantize, texts)
+        for variant, dequantize, kv_dtype in (
+            ("file's blocks", False, "auto"),
+            ("KV in float16", False, "float16"),
+            ("rounded to int8", True, "auto"),
+        ):
+            values = log_probabilities(options.model, "int8", dequantize, texts, kv_dtype)
             for name, ids in texts.items():
                 row = compare(exact[name], values[name], ids)
                 file.write(json.dumps({"variant": variant, "text": name, **row}) + "\n")
