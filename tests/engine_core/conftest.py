@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,3 +57,32 @@ def smollm2_reference(smollm2_path: Path) -> LlamaForCausalLM:
             parameter.copy_(torch.tensor(values))
     assert not tensors, "the file holds what the reference does not use"
     return model
+
+
+@pytest.fixture
+def seed() -> int:
+    value = secrets.randbits(31)
+    print(f"seed {value}")
+    torch.manual_seed(value)
+    np.random.seed(value)
+    return value
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors start as NaN: an output that a kernel leaves unwritten cannot pass."""
+    empty = torch.empty
+
+    def nan_filled(*size: object, **options: object) -> torch.Tensor:
+        out = empty(*size, **options)  # type: ignore[call-overload]
+        return out.fill_(math.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", nan_filled)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

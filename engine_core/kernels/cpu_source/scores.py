@@ -34,74 +34,71 @@ def score_tile(rows: int, groups: int, form: PoolFormat, width: int) -> Any:
     `tile(queries, dim, keys, step, scores, scores_stride)`: queries are [rows, dim], or rounded rows if K is int8;
     `keys` is the address of an address for each group, `VALUES` behind which is that of its values; lines of a key are
     `step` bytes apart. Strides are in floats. With each line, as much of each group's values is fetched, which are
-    needed next.
+    needed next. `width` is of the instruction for products of bytes.
     """
-    if form.scaled:
-        return _rounded_score_tile(rows, groups, width)
-    size = GROUP * form.item
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        queries, dim, keys, step, scores, scores_stride = values
+        queries, dim, keys, step, scores, stride = values
         e = Emit(builder)
         total = e.accumulators(rows, groups, GROUP)
-        query_rows = _rows(e, queries, dim, rows)
-        key_at, fetch_at = (_addresses(e, keys, table, groups) for table in (0, VALUES))
-        with cgutils.for_range(builder, dim, intp=_I64) as loop:
-            line, start = builder.mul(loop.index, e.const(size)), builder.mul(loop.index, step)
-            columns = [pool_floats(e, form, builder.add(address, start)) for address in key_at]
+        if form.scaled:
+            _add_rounded_scores(e, width, total, queries, dim, keys, step)
+        else:
+            _add_scores(e, form, total, queries, dim, keys, step)
+        _store(e, total, _rows(e, scores, stride, rows))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typing_context, queries, dim, keys, step, scores, scores_stride):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 6), codegen
+
+    return tile
+
+
+def _add_scores(
+    e: Emit, form: PoolFormat, total: list[list[Any]], queries: Any, dim: Any, keys: Any, step: Any
+) -> None:
+    b, size, groups = e.b, GROUP * form.item, len(total[0])
+    query_rows = _rows(e, queries, dim, len(total))
+    key_at, fetch_at = (_addresses(e, keys, table, groups) for table in (0, VALUES))
+    with cgutils.for_range(b, dim, intp=_I64) as loop:
+        line, start = b.mul(loop.index, e.const(size)), b.mul(loop.index, step)
+        columns = [pool_floats(e, form, b.add(address, start)) for address in key_at]
+        for address in fetch_at:
+            e.prefetch(b.add(address, line), 0)
+        for row, slots in zip(query_rows, total, strict=True):
+            _add_products(e, columns, e.load(row, loop.index), slots)
+
+
+def _add_rounded_scores(
+    e: Emit, width: int, total: list[list[Any]], queries: Any, dim: Any, keys: Any, step: Any
+) -> None:
+    """Of int8: 32 dimensions are summed exactly, then scaled."""
+    b, groups = e.b, len(total[0])
+    blocks = b.sdiv(dim, e.const(BLOCK))
+    starts = [b.add(queries, b.mul(blocks, e.const(X_BLOCK_BYTES * m))) for m in range(len(total))]
+    key_at, fetch_at, scales_at = (_addresses(e, keys, table, groups) for table in (0, VALUES, VALUE_SCALES))
+    for address in scales_at:
+        e.prefetch(address, 0)
+    with cgutils.for_range(b, blocks, intp=_I64) as loop:
+        line = b.mul(b.mul(loop.index, e.const(KEY_LINES)), step)
+        fetched = b.mul(loop.index, e.const(GROUP * BLOCK))
+        query = [b.add(start, b.mul(loop.index, e.const(X_BLOCK_BYTES))) for start in starts]
+        sums = [[e.broadcast(e.at(block, START, _I32), GROUP)] * groups for block in query]
+        for number in range(KEY_LINES - 1):
             for address in fetch_at:
-                e.prefetch(builder.add(address, line), 0)
-            for row, slots in zip(query_rows, total, strict=True):
-                _add_products(e, columns, e.load(row, loop.index), slots)
-        _store(e, total, _rows(e, scores, scores_stride, rows))
-        return context.get_dummy_value()
-
-    @intrinsic
-    def tile(typing_context, queries, dim, keys, step, scores, scores_stride):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 6), codegen
-
-    return tile
-
-
-def _rounded_score_tile(rows: int, groups: int, width: int) -> Any:
-    """The same for int8: a block of 32 dimensions is summed exactly, then scaled."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        queries, dim, keys, step, scores, scores_stride = values
-        e, b = Emit(builder), builder
-        total = e.accumulators(rows, groups, GROUP)
-        blocks = b.sdiv(dim, e.const(BLOCK))
-        starts = [b.add(queries, b.mul(b.mul(blocks, e.const(X_BLOCK_BYTES)), e.const(m))) for m in range(rows)]
-        tables = [_addresses(e, keys, table, groups) for table in (0, VALUES, VALUE_SCALES)]
-        for address in tables[2]:
-            e.prefetch(address, 0)
-        with cgutils.for_range(b, blocks, intp=_I64) as loop:
-            lines = b.mul(b.mul(loop.index, e.const(KEY_LINES)), step)
-            fetched = b.mul(loop.index, e.const(GROUP * BLOCK))
-            query = [b.add(start, b.mul(loop.index, e.const(X_BLOCK_BYTES))) for start in starts]
-            sums = [[e.broadcast(e.at(block, START, _I32), GROUP)] * groups for block in query]
-            for line in range(KEY_LINES - 1):
-                for address in tables[1]:
-                    e.prefetch(b.add(address, fetched), line * CACHE_LINE)
-                columns = [e.at(b.add(address, lines), 0, VI32) for address in tables[0]]
-                for m, block in enumerate(query):
-                    x = e.broadcast(e.at(block, line * 4, _I32), GROUP)
-                    sums[m] = [dot_bytes(e, *pair, x, width) for pair in zip(sums[m], columns, strict=True)]
-                lines = b.add(lines, step)
-            scales = [e.at(b.add(address, lines), 0, VF32) for address in tables[0]]
-            for block, row, slots in zip(query, sums, total, strict=True):
-                scale = e.broadcast(e.at(block, SCALE, _F32), GROUP)
-                for value, key_scale, slot in zip(row, scales, slots, strict=True):
-                    both = b.fmul(scale, key_scale)
-                    b.store(e.multiply_add(b.sitofp(value, VF32), both, b.load(slot)), slot)
-        _store(e, total, _rows(e, scores, scores_stride, rows))
-        return context.get_dummy_value()
-
-    @intrinsic
-    def tile(typing_context, queries, dim, keys, step, scores, scores_stride):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 6), codegen
-
-    return tile
+                e.prefetch(b.add(address, fetched), number * CACHE_LINE)
+            columns = [e.at(b.add(address, line), 0, VI32) for address in key_at]
+            for m, block in enumerate(query):
+                x = e.broadcast(e.at(block, number * 4, _I32), GROUP)
+                sums[m] = [dot_bytes(e, *pair, x, width) for pair in zip(sums[m], columns, strict=True)]
+            line = b.add(line, step)
+        key_scales = [e.at(b.add(address, line), 0, VF32) for address in key_at]
+        for block, row, slots in zip(query, sums, total, strict=True):
+            scale = e.broadcast(e.at(block, SCALE, _F32), GROUP)
+            for value, key_scale, slot in zip(row, key_scales, slots, strict=True):
+                both = b.fmul(scale, key_scale)
+                b.store(e.multiply_add(b.sitofp(value, VF32), both, b.load(slot)), slot)
 
 
 def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
