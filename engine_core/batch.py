@@ -22,7 +22,7 @@ class ForwardBatch:
     """Tokens of all rows one after the other: row i owns [query_starts[i], query_starts[i + 1]).
 
     The tensors live on the model's device; the lists and arrays of row sizes stay on the host, where launches are
-    decided.
+    decided. What they hold may be moved on from step to step: see `Batches`.
     """
 
     token_ids: torch.Tensor  # int64 [tokens]

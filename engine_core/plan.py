@@ -88,6 +88,7 @@ class ModelFacts:
     attention: str
     kv_bytes_per_token: int
     kv_dtype: str = ""
+    threads: int | None = None  # that compute; None: not on a CPU
     seconds: dict[str, float] = field(default_factory=dict)  # start-up phase -> seconds
     model: ModelConfig | None = None
     weight_bytes: float = 0.0  # of one weight as the device holds it, on average; 0: not known

@@ -157,11 +157,10 @@ def build_runner(
         checkpoint = open_checkpoint(config.model, config.load_format, config.seed, device)
         max_model_len = choose_max_model_len(config, checkpoint.config)
         mode = choose_mode(config.weights, checkpoint.quantized, device)
+        spec, biased = _attention_spec(checkpoint.config, config.block_size, dtype, device), checkpoint.config.qkv_bias
+        spec = with_pool(config.attention, spec, config.kv_cache_dtype, rounds=mode == "int8", biased=biased)
         model = _load_model(config.model, checkpoint, mode, dtype, device, report)
         weight_bytes = mean_weight_bytes(model)
-    spec = _attention_spec(checkpoint.config, config.block_size, dtype, device)
-    biased = checkpoint.config.qkv_bias
-    spec = with_pool(config.attention, spec, config.kv_cache_dtype, rounds=mode == "int8", biased=biased)
     with out_of_memory("the runner's buffers", SMALLER_STEPS):
         runner = _make_runner(config, model, spec, max_model_len, flash, recorder)
     if device.type == "cuda":
@@ -195,6 +194,7 @@ def build_runner(
         weights=mode,
         attention=runner.attention_name,
         kv_dtype=str(spec.pool_dtype).removeprefix("torch."),
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         seconds=seconds,
         model=checkpoint.config,

@@ -46,8 +46,9 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[ScheduledRow], largest: Largest | None = None) -> StepTokens:
         """One token after each of `rows`, from float32 `logits` [rows, vocab_size], which are not changed.
 
-        `largest` are those of the logits; without it, they are looked for here. Rows whose logits hold NaN or +inf, or
-        in which every token is masked, are in `failed` (with token id 0) and leave the other rows alone.
+        `largest` are those of the logits, which the CPU's program tells with them; without it, they are looked for
+        here. Rows whose logits hold NaN or +inf, or in which every token is masked, are in `failed` (with token id 0)
+        and leave the other rows alone.
         """
         on_host = None
         if largest is None:

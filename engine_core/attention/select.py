@@ -1,4 +1,4 @@
-"""Chooses the attention implementation by name."""
+"""Chooses the attention implementation by name, and what K and V are kept in."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ POOLS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 def with_pool(name: str, spec: AttentionSpec, wanted: str, *, rounds: bool, biased: bool) -> AttentionSpec:
     """`spec` with a KV pool as `wanted`, for the attention implementation `name`.
 
-    "auto": smaller than its numbers if the model's products round their inputs anyway (`rounds`) and the implementation
+    "auto": smaller than float32 if the model's products round their inputs anyway (`rounds`) and the implementation
     can. Where K has a bias (`biased`), some of its dimensions may be a hundred times larger than others, which int8
     would lose, so half precision then. Raises UserError if what is wanted is not there.
     """
@@ -71,8 +71,9 @@ def with_pool(name: str, spec: AttentionSpec, wanted: str, *, rounds: bool, bias
     if wanted == "auto":
         return spec
     raise UserError(
-        f"--kv-cache-dtype {wanted} needs the CPU's own kernels: --device cpu, float32, --attention auto or cpu, head "
-        f"sizes that are multiples of {32 if wanted == 'int8' else 16}; use --kv-cache-dtype auto"
+        f"--kv-cache-dtype {wanted} needs the CPU's own kernels: --device cpu, float32, --attention auto or cpu, "
+        f"--block-size 16, 32 or 64, head sizes that are multiples of {32 if wanted == 'int8' else 16}; use "
+        "--kv-cache-dtype auto"
     )
 
 

@@ -38,7 +38,7 @@ class CpuModel:
     call.
 
     The program is made again when a step is larger than all before it; others set what is new in its arguments, which
-    is nothing if the batch is the same object as the last step's (see `Batches`).
+    is nothing if the batch is the same object as the last step's (see `engine_core.batch.Batches`).
     """
 
     def __init__(self, model: LlamaForCausalLM, attention: CpuAttention, most_tokens: int) -> None:

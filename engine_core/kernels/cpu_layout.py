@@ -67,9 +67,10 @@ class WeightFormat:
 class PoolFormat:
     """How the KV pool keeps numbers: as floats (32 bits), in half precision (16), or as int8 with scales (8).
 
-    For each block and KV head K has a line for each dimension, with a cell for each position of the block; as int8 a
-    cell holds four dimensions, which one instruction multiplies, and after each eight lines comes one of their float32
-    scales. V has the dimensions of one position side by side; as int8 a float32 scale for each position comes last.
+    For each KV block and head K has a line for each dimension, with a cell for each position of the block; as int8 a
+    cell holds four dimensions, which one instruction multiplies, each of them more by `KEY_OFFSET`, so that it is
+    unsigned; and after each eight lines comes one of their float32 scales. V has the dimensions of one position side by
+    side; as int8 a float32 scale for each position comes last.
     """
 
     bits: int
@@ -95,6 +96,7 @@ class PoolFormat:
 
 
 KEY_LINES = BLOCK // 4 + 1  # of int8 for `BLOCK` dimensions, the scales included
+KEY_OFFSET = 128
 
 
 # The shared state of a team: int64 cells, those that are written often in cache lines of their own.

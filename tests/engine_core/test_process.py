@@ -131,3 +131,10 @@ def test_a_model_that_is_not_there_is_told_plainly(run_dir: RunDirectory, tmp_pa
         assert around.process.wait(DEADLINE_S) == 1
     finally:
         around.close()
+
+
+def test_the_age_of_a_process_is_no_more_than_the_time_since_it_was_started() -> None:
+    began = time.monotonic()
+    code = "from engine_core.__main__ import seconds_alive; print(seconds_alive())"
+    age = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
+    assert 0.0 < age < time.monotonic() - began + 0.02  # the system tells a start to a hundredth of a second

@@ -19,6 +19,7 @@ from engine_core.kernels.cpu_layout import (
     CONTEXT,
     GROUP,
     KEY_LINES,
+    KEY_OFFSET,
     QUERY_ROWS,
     TASK_NUMBERS,
     X_BLOCK_BYTES,
@@ -56,7 +57,6 @@ from engine_core.kernels.cpu_source.vector import (
     visible_max,
 )
 
-OFFSET = 128  # what K is more by as int8, so that it is unsigned
 MANY = 64  # tokens from which on a task has several: neighbours in a block share cache lines
 
 
@@ -217,7 +217,7 @@ def attend(wide: int, bits: int, dot_width: int) -> Callable[[Any], None]:
                 largest[r], weight[r] = np.float32(-np.inf), np.float32(0)
                 if scaled:
                     blocks = dim // BLOCK
-                    quantize_row(q_at + r * dim * 4, queries + r * query_bytes, X_BLOCK_BYTES, blocks, OFFSET)
+                    quantize_row(q_at + r * dim * 4, queries + r * query_bytes, X_BLOCK_BYTES, blocks, KEY_OFFSET)
             begin, context = extent(tasks, entry, positions, window)
             if not located:
                 locate(int64s(here), keys, values, shape, table, kv_head, begin, context)
@@ -227,11 +227,10 @@ def attend(wide: int, bits: int, dot_width: int) -> Callable[[Any], None]:
                 if stop < context:
                     locate(int64s(ahead), keys, values, shape, table, kv_head, stop, context)
                 elif following < all_tasks:
-                    entry = following // kv_heads * TASK_NUMBERS
-                    table = int32s(tables + tasks[entry] * table_stride * 4)
-                    next_begin, next_context = extent(tasks, entry, positions, window)
-                    head = following % kv_heads
-                    locate(int64s(ahead), keys, values, shape, table, head, next_begin, next_context)
+                    next_entry, next_head = following // kv_heads * TASK_NUMBERS, following % kv_heads
+                    next_table = int32s(tables + tasks[next_entry] * table_stride * 4)
+                    next_begin, next_context = extent(tasks, next_entry, positions, window)
+                    locate(int64s(ahead), keys, values, shape, next_table, next_head, next_begin, next_context)
                 groups = (stop - start + GROUP - 1) // GROUP
                 for group in range(0, groups, wide):  # scores = queries @ keys
                     k_at, r = here + group * 8, 0

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine_core.kernels.cpu_layout import BLOCK, GROUP, KEY_LINES, X_BLOCK_BYTES, PoolFormat
+from engine_core.kernels.cpu_layout import BLOCK, GROUP, KEY_LINES, KEY_OFFSET, X_BLOCK_BYTES, PoolFormat
 from engine_core.kernels.cpu_source.rounding import SCALE, quantize_blocks, quantize_head
 from engine_core.kernels.cpu_source.tile import Emit
 
@@ -17,11 +17,11 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _HALVES = ir.VectorType(_F32, GROUP), ir.VectorType(ir.HalfType(), GROUP)
 _BYTES, _INTEGERS = ir.VectorType(ir.IntType(8), GROUP), ir.VectorType(_I32, GROUP)
 _LARGEST = 65504.0  # of half precision: what is larger becomes this, as infinity would make everything NaN
-_RAISE = -0x7F7F7F80  # the highest bit of each of four bytes: K is unsigned there, more by 128
+_RAISE = KEY_OFFSET * 0x01010101 - 2**32  # added to four bytes without a carry, as that is their highest bit
 
 
 def pool_floats(e: Emit, form: PoolFormat, address: Any) -> Any:
-    """16 numbers of the pool as floats; as int8 they still lack their scale."""
+    """16 numbers of V, or of K if that is no int8, as floats; those of int8 still lack their scale."""
     if form.scaled:
         return e.b.sitofp(e.b.sext(e.at(address, 0, _BYTES), _INTEGERS), _FLOATS)
     value = e.at(address, 0, _pool_vector(form))
@@ -30,7 +30,7 @@ def pool_floats(e: Emit, form: PoolFormat, address: Any) -> Any:
 
 def key_writer(form: PoolFormat) -> Any:
     """An intrinsic `write(source, target, step, dim, scratch)`: a float vector at `source` to lines `step` bytes apart,
-    the first at `target`. `scratch` has room for it as a row of rounded inputs."""
+    the first at `target`. `scratch` has room for it as blocks of rounded inputs, one after the other."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         (_write_rounded_key if form.scaled else _write_key)(Emit(builder), form, *values)

@@ -22,8 +22,8 @@ from engine_core.kernels.cpu_source.rounding import SCALE, START
 from engine_core.kernels.cpu_source.tile import Emit
 
 GROUPS = CONTEXT // GROUP
-# A table of addresses for each of the groups of a context: first those of K, then those of V and of V's scales.
-VALUES, VALUE_SCALES, PLACES = 8 * GROUPS, 16 * GROUPS, 24 * GROUPS  # bytes from the first
+# A table of addresses, three for each of the groups of a context: first those of K, then of V, then of V's scales.
+VALUES, VALUE_SCALES, PLACES = 8 * GROUPS, 16 * GROUPS, 24 * GROUPS  # bytes to where these begin, and of all
 _FLOAT, _LINE = 4, 4 * GROUP  # bytes
 _I32, _F32, _I64 = ir.IntType(32), ir.FloatType(), ir.IntType(64)
 
@@ -31,10 +31,10 @@ _I32, _F32, _I64 = ir.IntType(32), ir.FloatType(), ir.IntType(64)
 def score_tile(rows: int, groups: int, form: PoolFormat, width: int) -> Any:
     """An intrinsic that computes the scores of `rows` queries with `groups` groups of `GROUP` positions.
 
-    `tile(queries, dim, keys, step, scores, scores_stride)`: queries are [rows, dim], or rounded rows if K is int8;
-    `keys` is the address of an address for each group, `VALUES` behind which is that of its values; lines of a key are
-    `step` bytes apart. Strides are in floats. With each line, as much of each group's values is fetched, which are
-    needed next. `width` is of the instruction for products of bytes.
+    `tile(queries, dim, keys, step, scores, scores_stride)`: queries are [rows, dim], or if K is int8 rounded rows, each
+    by itself, not in groups; `keys` is the address of an address for each group, `VALUES` behind which is that of its
+    values; lines of a key are `step` bytes apart. Strides are in floats. With each line, as much of each group's values
+    is fetched, which are needed next. `width` is of the instruction for products of bytes.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -118,14 +118,14 @@ def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
         for row, slots in zip(sum_rows, total, strict=True):
             for g, slot in enumerate(slots):
                 builder.store(e.at(row, g * _LINE, VF32), slot)
-        if form.scaled and groups * GROUP > BLOCK:
+        if form.scaled:  # the lines of scales, which the quarters of a line below do not reach
             for line in range(groups * GROUP // 4, groups * GROUP // BLOCK * KEY_LINES):
                 e.prefetch(builder.add(fetch, builder.mul(step, e.const(line))), 0)
         with cgutils.for_range(builder, count, intp=_I64) as loop:
             start = builder.add(values_at, builder.mul(loop.index, builder.mul(dim, e.const(size))))
             columns = [pool_floats(e, form, builder.add(start, e.const(g * GROUP * size))) for g in range(groups)]
             number = builder.mul(loop.index, e.const(groups))
-            if form.scaled:  # a quarter as many lines, and those of scales
+            if form.scaled:  # a line for four dimensions
                 number = builder.lshr(number, e.const(2))
             line = builder.add(fetch, builder.mul(number, step))
             for g in range(1 if form.scaled else groups):
