@@ -54,9 +54,9 @@ def seconds_alive() -> float:
     """Since this process began. Where the system tells, to some 10 ms: psutil knows the boot time in whole seconds."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return float(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
-        return time.time() - psutil.Process().create_time()
+        return float(time.time() - psutil.Process().create_time())
 
 
 def ready_facts(engine: Engine, imported: float) -> dict[str, Any]:
