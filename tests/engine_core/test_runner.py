@@ -163,8 +163,6 @@ def test_facts_and_progress(tmp_path: Path) -> None:
         ({"kv_bytes": "100KB", "max_model_len": 200}, r"cannot hold one request .*raise --kv-bytes or lower"),
         ({"kv_tokens": 100, "max_model_len": 200}, r"cannot hold one request .*raise --kv-tokens or lower"),
         ({"attention": "flash_attn"}, "--attention flash_attn"),
-        ({"attention": "torch", "kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 needs .* multiples of 32; use"),
-        ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 needs"),
         ({"device": "cuda"}, "--device cuda"),
     ],
 )
@@ -186,6 +184,36 @@ def test_attention_that_is_not_there_is_refused_before_loading(name: Any, tmp_pa
             EngineConfig(model=str(tmp_path), device="cpu", attention=name), lambda phase, fraction: news.append(phase)
         )
     assert not news
+
+
+@pytest.mark.parametrize(
+    ("settings", "head_dim"),
+    [
+        ({"attention": "torch", "kv_cache_dtype": "int8"}, 32),
+        ({"attention": "torch", "kv_cache_dtype": "float16"}, 32),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, 32),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, 32),
+        ({"block_size": 8, "kv_cache_dtype": "int8"}, 32),
+        ({"kv_cache_dtype": "int8"}, 80),
+        ({"kv_cache_dtype": "float16"}, 24),
+    ],
+)
+def test_a_pool_that_is_not_there_is_refused_before_loading(
+    settings: dict[str, Any], head_dim: int, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "qwen3", head_dim=head_dim)
+    news: list[float | None] = []
+    multiple = 32 if settings["kv_cache_dtype"] == "int8" else 16
+    message = (
+        f"--kv-cache-dtype {settings['kv_cache_dtype']} needs .* --block-size 16, 32 or 64, "
+        f"head sizes that are multiples of {multiple}; use"
+    )
+    with pytest.raises(UserError, match=message):
+        build_runner(
+            EngineConfig(model=str(tmp_path), device="cpu", threads=1, **settings),
+            lambda phase, fraction: news.append(fraction),
+        )
+    assert news == [0.0]  # weights were about to be loaded
 
 
 def spec(block_size: int = 16, num_layers: int = 2) -> AttentionSpec:
