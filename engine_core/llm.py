@@ -286,7 +286,9 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         pressed = True
 
     def raise_if_pressed() -> None:
+        nonlocal pressed
         if pressed:
+            pressed = False  # it is told once
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, remember)

@@ -312,8 +312,9 @@ def test_ctrl_c_leaves_the_engine_clean(tiny: LLM) -> None:
         presser = threading.Thread(target=press)
         presser.start()
         try:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as raised:
                 tiny.generate([[token] * 20 for token in range(1, 120)], params)
+            assert raised.value.__context__ is None, "told twice"
         finally:
             stop.set()
             presser.join()
