@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from engine_core.attention.base import AttentionSpec
+from engine_core.attention.select import with_pool
 from engine_core.batch import make_batch
 from engine_core.build import build_engine
 from engine_core.errors import UserError
@@ -218,6 +220,15 @@ def test_a_pool_that_is_not_there_is_refused_before_loading(
 
 def spec(block_size: int = 16, num_layers: int = 2) -> AttentionSpec:
     return AttentionSpec(num_layers, 4, 2, 32, block_size, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wanted", ["int8", "float16"])
+def test_a_gpu_keeps_what_it_computes(wanted: str) -> None:
+    gpu = replace(spec(), device=torch.device("cuda"))
+    assert with_pool("auto", gpu, "auto", rounds=True, biased=False) == gpu
+    assert with_pool("auto", gpu, "float32", rounds=False, biased=False).pool_dtype == torch.float32
+    with pytest.raises(UserError, match=f"--kv-cache-dtype {wanted} needs the CPU's own kernels: --device cpu"):
+        with_pool("auto", gpu, wanted, rounds=False, biased=False)
 
 
 def test_the_pool_takes_its_share_but_no_more_than_all_requests_need() -> None:

@@ -152,9 +152,9 @@ def test_summary_rows_follow_the_facts() -> None:
     assert re.search(r"^  KV cache +12,345 tokens$", text, re.MULTILINE)
     whole = {
         "frontend": facts["frontend"],
-        "engine_core": Ready("e", 2, {"kv_tokens": 600_000, "max_model_len": 16_384}),
+        "engine_core": Ready("e", 2, {"kv_tokens": 600_000, "max_model_len": 16_384, "kv_dtype": "int8"}),
     }
-    kv = r"^  KV cache +600,000 tokens, 36 requests of 16,384$"
+    kv = r"^  KV cache +600,000 tokens, 36 requests of 16,384, in int8$"
     assert re.search(kv, summary(launch, whole, 1.0), re.MULTILINE)
     assert re.search(r"^  engine_core +loading 1\.2 s$", text, re.MULTILINE)
     assert re.search(r"^  tokenizer_proc +reading 2\.0 s$", text, re.MULTILINE)
