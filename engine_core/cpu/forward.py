@@ -118,30 +118,32 @@ class CpuModel:
         layers = [_linears(layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp) for layer in model.layers]
         stages = Stages(model.config, [linear for linears in layers for linear in linears], capacity)
         launches, enters, attends = stages.launches, list[int](), list[int]()
-        embedding = model.embedding
-        self._embeds = isinstance(embedding, QuantizedEmbedding) and stages.embed(embedding.weight)
+        chosen, total, embedding = 0, stages.total, model.embedding
+        embeds = isinstance(embedding, QuantizedEmbedding) and stages.embed(embedding.weight)
         for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(model.layers, layers, strict=True)):
             stages.norm(layer.input_norm, qkv)
             stages.product(qkv)
             enters.append(len(launches))
             stages.enter(index, self._attention, _qk_norms(layer.attention))
             if layer is model.layers[-1]:
-                self._chosen, self._total = len(launches), stages.total
+                chosen, total = len(launches), stages.total
                 stages.choose()
             else:
                 attends.append(len(launches))
             stages.attend(index, self._attention, output)
             stages.norm(layer.post_attention_norm, gate_up)
             stages.mlp(gate_up, down)
-        self._head = len(launches)
+        first_of_head = len(launches)
         stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
         stages.product(head, out=logits)
         best = Largest(np.empty(logits_rows, np.int64), np.empty(logits_rows, np.float32))
         stages.argmax(logits, model.config.vocab_size, best)
-        self._enters, self._attends = _every(enters), _every(attends)
-        self._rows = (0, 0, 0, 0)
-        self._stages, self._program = stages, Program(launches)
+        program = Program(launches)
+        # Only now: had memory run out before, the last program would still be whole, and its buffers there.
+        self._embeds, self._total, self._rows = embeds, total, (0, 0, 0, 0)
+        self._chosen, self._head, self._enters, self._attends = chosen, first_of_head, _every(enters), _every(attends)
+        self._stages, self._program = stages, program
         self._capacity, self._hidden, self._logits, self._best = capacity, stages.total, logits, best
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +155,40 @@ def test_a_nan_stays_in_its_row(tmp_path: Path, rng: random.Random) -> None:
     assert np.isnan(largest.values[:40]).all()
     assert not logits[:40].isfinite().any()
     assert torch.equal(logits[40:], clean[40:])
+
+
+@torch.inference_mode()
+def test_the_last_program_stays_if_there_is_no_memory_for_a_larger_one(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its buffers cannot be had."""
+    save_model(tmp_path, "qwen3")
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, weights="int8")
+    layers = CpuAttention(runner.spec)
+    layers.allocate(KV_TOKENS // 16 + 1)
+    requests = scattered_requests([[rng.randrange(320) for _ in range(40)] for _ in range(6)], 16, KV_TOKENS, rng)
+    large = make_batch(StepPlan(tuple(ScheduledRow(r, 0, 40, True) for r in requests)), 16, runner.spec.device)
+    runner.model.forward(large, layers)
+    left = 0
+
+    def scarce(make: Callable[..., torch.Tensor], *size: object, **options: object) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError
+        return make(*size, **options)
+
+    for failures in itertools.count():
+        left = failures
+        with monkeypatch.context() as patch:
+            for make in (torch.empty, torch.empty_like):
+                patch.setattr(torch, make.__name__, partial(scarce, make))
+            with contextlib.suppress(MemoryError):
+                runner.forward(large, True)
+                break
+        ids = [rng.randrange(320) for _ in range(9)]
+        small = scattered_requests([ids], 16, KV_TOKENS, rng)[0]
+        batch = make_batch(StepPlan((ScheduledRow(small, 0, 9, True),)), 16, runner.spec.device)
+        for actual, expected in side_by_side(runner, layers, batch, False):
+            assert torch.equal(actual, expected)
+    assert failures > 5
