@@ -89,6 +89,7 @@ class CpuModel:
         if self._embeds:
             args[0, EMBED_IDS] = batch.token_ids.data_ptr()
         if self._rows != (tokens, left, rows, threads):
+            self._rows = (0, 0, 0, 0)  # none of them, should this fail half-way
             args[:, ROWS] = tokens
             args[self._chosen :, ROWS] = left
             args[self._head :, ROWS] = rows

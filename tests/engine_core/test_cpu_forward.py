@@ -21,6 +21,7 @@ from gguf.quants import quantize
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import Batches, ForwardBatch, make_batch
 from engine_core.cpu.forward import CpuModel
+from engine_core.kernels.cpu_program import Program
 from engine_core.layers.embedding import QuantizedEmbedding
 from engine_core.loader.weights import QuantizedWeight
 from engine_core.plan import ScheduledRow, StepPlan
@@ -192,3 +193,36 @@ def test_the_last_program_stays_if_there_is_no_memory_for_a_larger_one(
         for actual, expected in side_by_side(runner, layers, batch, False):
             assert torch.equal(actual, expected)
     assert failures > 5
+
+
+@torch.inference_mode()
+def test_a_step_that_failed_leaves_nothing_behind(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it did: those before and after it may be of as many rows."""
+    save_model(tmp_path, "qwen3")
+    runner = load(tmp_path, kv_tokens=KV_TOKENS, weights="int8")
+    layers = CpuAttention(runner.spec)
+    layers.allocate(KV_TOKENS // 16 + 1)
+    parts = [(CpuAttention, "prepare"), (CpuAttention, "chosen_args"), (Program, "share"), (Program, "run")]
+    for (owner, name), late in itertools.product(parts, (False, True)):
+        method = getattr(owner, name)
+
+        def fail(*args: object, method: Callable[..., object] = method, late: bool = late) -> None:
+            if late:
+                method(*args)
+            raise MemoryError
+
+        for count, fails in ((20, False), (10, True), (20, False)):
+            prompts = [[rng.randrange(320) for _ in range(count)] for _ in range(3)]
+            requests = scattered_requests(prompts, 16, KV_TOKENS, rng)
+            rows = tuple(ScheduledRow(request, 0, count, True) for request in requests)
+            batch = make_batch(StepPlan(rows), 16, runner.spec.device)
+            if not fails:
+                for actual, expected in side_by_side(runner, layers, batch, False):
+                    assert torch.equal(actual, expected)
+                continue
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, fail)
+                with pytest.raises(MemoryError):
+                    runner.forward(batch, False)
