@@ -137,9 +137,8 @@ class CpuModel:
         first_of_head = len(launches)
         stages.norm(model.norm, head)
         logits = torch.empty(logits_rows, head.width)
-        stages.product(head, out=logits)
         best = Largest(np.empty(logits_rows, np.int64), np.empty(logits_rows, np.float32))
-        stages.argmax(logits, model.config.vocab_size, best)
+        stages.head(head, logits, model.config.vocab_size, best)
         program = Program(launches)
         # Only now: had memory run out before, the last program would still be whole, and its buffers there.
         self._embeds, self._total, self._rows = embeds, total, (0, 0, 0, 0)

@@ -8,7 +8,7 @@ from gguf.constants import GGMLQuantizationType
 from engine_core.attention.cpu import CpuAttention
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_elementwise import Largest, fixed_point
-from engine_core.kernels.cpu_layout import BLOCK
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK, GROUP
 from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
 from engine_core.kernels.cpu_program import Launch
 from engine_core.layers.norm import RMSNorm
@@ -109,10 +109,25 @@ class Stages:
         self._add(kernel("linear:quantize"), given)
         self.added_product(consumer)
 
-    def argmax(self, logits: torch.Tensor, vocab_size: int, best: Largest) -> None:
-        """`best` of each row: the largest of the first `vocab_size` numbers."""
-        given = (NEW, logits.data_ptr(), logits.stride(0), vocab_size)
-        self._add(kernel("elementwise:argmax"), (*given, best.indices.ctypes.data, best.values.ctypes.data))
+    def head(self, linear: PackedLinear, logits: torch.Tensor, vocab_size: int, best: Largest) -> None:
+        """`logits` [rows, width], and `best` of each row: the largest of the first `vocab_size`."""
+        given = (
+            NEW,
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab_size,
+            best.indices.ctypes.data,
+            best.values.ctypes.data,
+        )
+        if not linear.rounds:
+            self.product(linear, out=logits)
+            self._add(kernel("largest:argmax"), given)
+            return
+        chunks = linear.width // CHUNK
+        self._largest = torch.empty(-(-len(logits) // GROUP) * GROUP * chunks)
+        largest = self._largest.data_ptr()
+        self._add(*linear.telling_product(NEW, self._inputs.data_ptr(), logits.data_ptr(), largest), least=1)
+        self._add(kernel("largest:of_chunks"), (*given, largest, chunks))
 
     def _target(self, consumer: PackedLinear, memory: torch.Tensor) -> tuple[int, int, int]:
         """Where a product's inputs go: `out`, `rounded` and `offset` of the kernels that write them."""

@@ -74,5 +74,5 @@ def argmax(rows: NDArray[np.float32]) -> Largest:
     """
     out, values = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
     given = (len(rows), rows.ctypes.data, rows.strides[0] // 4, rows.shape[1])
-    cpu_team().run(kernel("elementwise:argmax"), (*given, out.ctypes.data, values.ctypes.data), len(rows) > 1)
+    cpu_team().run(kernel("largest:argmax"), (*given, out.ctypes.data, values.ctypes.data), len(rows) > 1)
     return Largest(out, values)

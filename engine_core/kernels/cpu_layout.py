@@ -15,7 +15,8 @@ PIECE = 18  # blocks of inputs of which a tile computes the sums at once
 # In fixed point an input's scale is a whole number of steps, those of a row's piece together this many, but for
 # rounding: so a scale fits 16 bits and a piece's sums 32, whatever the inputs. See `WeightFormat.fixed`.
 X_STEPS = min(2**15 - 1, 2**31 // (2 * 127 * 8 * BLOCK)) - PIECE
-STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: it lies in memory, is added to what does, or SiLU(half) * half
+# What becomes of a product: it lies in memory, is added to what does, SiLU(half) * half, or with the largest of chunks.
+STORE, ADD, GATE, LARGEST = 0, 1, 2, 3
 GROUP = 16  # outputs of a tile with many rows: widths of heads and KV blocks are multiples of it
 QUERY_ROWS = 48  # query tokens times heads that share a KV head, in a task of attention
 TASK_NUMBERS = 4  # of a task of attention: batch row, first query token, how many, first row of the result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_core.kernels.cpu_cache import dot_width, kernel
-from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, STORE, X_BLOCK_BYTES, X_GROUP
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, LARGEST, STORE, X_BLOCK_BYTES, X_GROUP
 from engine_core.kernels.cpu_pack import PackedWeight
 from engine_core.kernels.cpu_team import cpu_team
 
@@ -63,6 +63,10 @@ class PackedLinear:
             return self._integers(STORE, rows, x, out, self.width, 0)
         weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
         return kernel("linear:floats"), (rows, x, x_stride, *weights, out, self.width)
+
+    def telling_product(self, rows: int, x: int, out: int, largest: int) -> tuple[int, tuple[int, ...]]:
+        """Of integer weights, as `product`; and the largest of each chunk at `largest` (see `cpu_source.largest`)."""
+        return self._integers(LARGEST, rows, x, out, self.width, largest)
 
     def added_product(self, rows: int, x: int, total: int, stride: int) -> tuple[int, tuple[int, ...]]:
         """Of integer weights: product and bias are added to `total` [rows, out_features]."""

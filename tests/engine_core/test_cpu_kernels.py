@@ -296,6 +296,30 @@ def test_argmax_is_numpys(columns: int, threads: int) -> None:
         np.testing.assert_array_equal(values, some.max(1))
 
 
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1])
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 700])
+def test_the_head_tells_what_argmax_finds(vocabulary: int, kind: Q, threads: int) -> None:
+    """For every number of rows in the last of its tiles and groups; with NaN, infinity and equal logits."""
+    rows, width = np.random.randint(1, 120), -(-vocabulary // 32) * 32
+    linear = PackedLinear(pack_quantized([gguf_weight(kind, vocabulary, 64)]))
+    x = torch.randn(rows, 64)
+    x[np.random.randint(rows)] = math.nan
+    x[np.random.randint(rows)] = 0
+    rounded, logits = torch.empty(rounded_bytes(rows, 64), dtype=torch.uint8), torch.empty(rows, width)
+    largest = torch.empty(-(-rows // 16) * 16 * width // 32)
+    indices, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    team = cpu_team.cpu_team()
+    given = (rows, x.data_ptr(), 64, 2, rounded.data_ptr(), linear.weight.form.offset)
+    team.run(kernel("linear:quantize"), given)
+    team.run(*linear.telling_product(rows, rounded.data_ptr(), logits.data_ptr(), largest.data_ptr()))
+    found = indices.data_ptr(), values.data_ptr(), largest.data_ptr(), width // 32
+    team.run(kernel("largest:of_chunks"), (rows, logits.data_ptr(), width, vocabulary, *found))
+    expected = linear(x).numpy()
+    np.testing.assert_array_equal(logits[:, :vocabulary], expected)
+    np.testing.assert_array_equal(indices, expected.argmax(1))
+    np.testing.assert_array_equal(values, expected.max(1))
+
+
 @pytest.mark.parametrize("dim", [16, 64, 80])
 def test_rotate(dim: int, threads: int) -> None:
     x = torch.randn(50, 9, dim)[:, 2:7]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine_core.kernels.cpu_layout import BLOCK, TASK_ROWS, X_STEP
-from engine_core.kernels.cpu_source.compiler import choose_side, floats, int64s, next_task, smaller
+from engine_core.kernels.cpu_source.compiler import choose_side, int64s, next_task, smaller
 from engine_core.kernels.cpu_source.rounding import quantize_gated, quantize_normed, rounded_row
 from engine_core.kernels.cpu_source.vector import (
     LANES,
@@ -20,13 +20,10 @@ from engine_core.kernels.cpu_source.vector import (
     copy_row,
     dequantize_row,
     rotate_head,
-    row_max,
     scale_row,
     silu_multiply,
     square_sum,
 )
-
-PIECE = 512  # values whose largest is looked for at once
 
 
 def add_rms_norm() -> Callable[[Any], None]:
@@ -158,37 +155,5 @@ def embed() -> Callable[[Any], None]:
             if row >= rows:
                 break
             dequantize_row(table + ids[row] * stride, blocks, out + row * blocks * BLOCK * 4)
-
-    return kernel
-
-
-def argmax() -> Callable[[Any], None]:
-    """Arguments: counter, rows, x, x_stride, columns, out (int64), values.
-
-    Where the first of the largest of each row is, and what it is. NaN is largest.
-    """
-
-    def kernel(args: Any) -> None:
-        rows, x, x_stride, columns, out, largest = args[1], args[2], args[3], args[4], int64s(args[5]), floats(args[6])
-        side = choose_side(args)
-        while True:
-            row = next_task(args, side, rows)
-            if row >= rows:
-                break
-            address = x + row * x_stride * 4
-            values = floats(address)
-            best, where = values[0], 0
-            for start in range(0, columns, PIECE):
-                count = smaller(PIECE, columns - start)
-                highest = row_max(address + start * 4, count // LANES)
-                for i in range(start + count // LANES * LANES, start + count):
-                    if values[i] > highest or values[i] != values[i]:
-                        highest = values[i]
-                if highest > best or (highest != highest and best == best):
-                    best, where = highest, start
-            # Not `==`, which would not find a NaN. A piece without one has no NaN, for `best` would be it.
-            while values[where] < best or (best != best and values[where] == values[where]):
-                where += 1
-            out[row], largest[row] = where, values[where]
 
     return kernel

@@ -12,6 +12,7 @@ from engine_core.kernels.cpu_layout import (
     CHUNK,
     GATE,
     GROUP,
+    LARGEST,
     PIECE,
     STORE,
     TASK_ROWS,
@@ -23,7 +24,15 @@ from engine_core.kernels.cpu_layout import (
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import STEP, dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.rounding import STEPS_BYTES, quantize_gated, quantize_row, rounded_row, scale_fixer
+from engine_core.kernels.cpu_source.largest import write_largest
+from engine_core.kernels.cpu_source.rounding import (
+    STEPS_BYTES,
+    TOGETHER,
+    quantize_gated,
+    quantize_row,
+    rounded_row,
+    scale_fixer,
+)
 from engine_core.kernels.cpu_source.tile import linear_tile
 from engine_core.kernels.cpu_source.vector import LANES, add_rows, copy_row, expect_row, multiply_rows
 
@@ -34,8 +43,9 @@ ROW_BYTES = CHUNK * 4  # of sums
 def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Callable[[Any], None]:
     """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset, units of weights.
 
-    `result`: STORE in `out`; ADD to it, the bias first; or GATE: SiLU of the product's first half, with the bias, times
-    the second, rounded for the next product in `out`, whose rows have `out_stride` blocks.
+    `result`: STORE in `out`; ADD to it, the bias first; GATE: SiLU of the product's first half, with the bias, times
+    the second, rounded for the next product in `out`, whose rows have `out_stride` blocks; or LARGEST: STORE, and the
+    largest of each chunk, at `offset` (see `largest`).
 
     Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, a piece at a time. A
     thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
@@ -148,6 +158,10 @@ def _finish(result: int, fixed: bool) -> Any:
                 else:
                     copy_row(at, target, vectors)
             at += ROW_BYTES
+        if result == LARGEST:  # rows too many were done before, are by later tiles of this task, or do not exist
+            for row in range(first_row // TOGETHER * TOGETHER, first_row + count, TOGETHER):
+                number = (row // LANES * chunks + chunk) * LANES + row % LANES
+                write_largest(sums + (row - first_row) * ROW_BYTES, offset + number * 4)
         if result == GATE:  # a row has one block of a chunk, and the rows are of one group
             target = rounded_row(out, first_row, out_stride) + chunk * X_STEP
             quantize_gated(gate, sums, target, X_BLOCK_BYTES, count, offset)

@@ -148,7 +148,7 @@ def quantize_head(e: Emit, x: Any, out: Any, scale: Any, vectors: Any) -> None:
         value = e.load(x, b.mul(loop.index, e.const(LANES)), LANES)
         size = b.and_(b.bitcast(value, _VI32), _integers(0x7FFFFFFF))
         b.store(_larger(e, b.load(largest), size), largest)
-    most = b.bitcast(_reduce(e, [b.load(largest)], _larger), _QF32)
+    most = b.bitcast(reduce_vectors(e, [b.load(largest)], _larger), _QF32)
     inverse = b.fdiv(ir.Constant(_QF32, [127.0] * TOGETHER), most)
     counts = b.fcmp_ordered(">", most, ir.Constant(_QF32, [_SMALLEST] * TOGETHER))
     inverse = b.select(counts, inverse, ir.Constant(_QF32, [0.0] * TOGETHER))
@@ -220,7 +220,7 @@ def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], offse
     b = e.b
     # As integers, since a NaN is the largest of those; it would get lost among floats.
     sizes = [[b.and_(b.bitcast(half, _VI32), _integers(0x7FFFFFFF)) for half in halves] for halves in blocks]
-    largest = b.bitcast(_reduce(e, [_larger(e, *halves) for halves in sizes], _larger), _QF32)
+    largest = b.bitcast(reduce_vectors(e, [_larger(e, *halves) for halves in sizes], _larger), _QF32)
     inverse = b.fdiv(ir.Constant(_QF32, [127.0] * TOGETHER), largest)
     counts = b.fcmp_ordered(">", largest, ir.Constant(_QF32, [_SMALLEST] * TOGETHER))
     inverse = b.select(counts, inverse, ir.Constant(_QF32, [0.0] * TOGETHER))
@@ -233,7 +233,7 @@ def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], offse
         e.put(b.shuffle_vector(*lowest, _lanes([*range(0, 4 * BLOCK, 4)])), target, 0)
         sums.append(_sum(e, *(b.bitcast(half, _VI32) for half in rounded)))
     surplus = ir.Constant(_QI32, [BLOCK * MAGIC_BITS % 2**32] * TOGETHER)
-    integer_sum = b.sub(_reduce(e, sums, _sum), surplus)  # modulo 2^32
+    integer_sum = b.sub(reduce_vectors(e, sums, _sum), surplus)  # modulo 2^32
     scale = b.fmul(largest, ir.Constant(_QF32, [1 / 127] * TOGETHER))
     scaled_sum = b.fmul(scale, b.sitofp(integer_sum, _QF32))
     start = b.mul(integer_sum, e.broadcast(b.neg(b.trunc(offset, _I32)), TOGETHER))
@@ -242,7 +242,7 @@ def _quantize_blocks(e: Emit, blocks: list[list[Any]], targets: list[Any], offse
             e.put(b.extract_element(value, ir.Constant(_I32, number)), target, place)
 
 
-def _reduce(e: Emit, vectors: list[Any], combine: Callable[[Emit, Any, Any], Any]) -> Any:
+def reduce_vectors(e: Emit, vectors: list[Any], combine: Callable[[Emit, Any, Any], Any]) -> Any:
     """Of up to four vectors of 16, each combined to one number: a vector of four."""
     b = e.b
     vectors = vectors + vectors[-1:] * (TOGETHER - len(vectors))

@@ -72,6 +72,12 @@ def _across(e: Emit, vector: Any, combine: Any) -> Any:
     return e.b.extract_element(vector, ir.Constant(_I32, 0))
 
 
+def larger(e: Emit, x: Any, y: Any) -> Any:
+    """Of two floats or vectors; NaN is larger than any number."""
+    first = e.b.or_(e.b.fcmp_ordered(">", x, y), e.b.fcmp_unordered("uno", x, x))
+    return e.b.select(first, x, y)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
     """`row_max(address, vectors)`: the largest of 16 * vectors floats; NaN if one of them is."""
@@ -80,16 +86,11 @@ def row_max(typing_context: Any, row: Any, vectors: Any) -> Any:
         row, vectors = values
         e = Emit(builder)
         best = cgutils.alloca_once_value(builder, _constant(-math.inf))
-
-        def larger(x: Any, y: Any) -> Any:
-            first = builder.or_(builder.fcmp_ordered(">", x, y), builder.fcmp_unordered("uno", x, x))
-            return builder.select(first, x, y)
-
         with cgutils.for_range(builder, vectors, intp=_I64) as loop:
             value = e.load(row, builder.mul(loop.index, e.const(LANES)), LANES)
-            builder.store(larger(value, builder.load(best)), best)
+            builder.store(larger(e, value, builder.load(best)), best)
 
-        return _across(e, builder.load(best), larger)
+        return _across(e, builder.load(best), functools.partial(larger, e))
 
     return types.float32(types.int64, types.int64), codegen
 
