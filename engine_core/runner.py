@@ -76,8 +76,8 @@ class ModelRunner:
         self._on_cpu = spec.device.type == "cpu"
         self._batches = Batches(spec.block_size, self._last_token) if self._on_cpu else None
         # Of a batch: hidden states [tokens, hidden] before the last norm, if all are wanted; logits [sampling rows,
-        # vocabulary]; and the largest of each row, if that is known.
-        self.forward: Callable[[ForwardBatch, bool], tuple[torch.Tensor, torch.Tensor, Largest | None]]
+        # vocabulary], if they are wanted; and the largest of each row, if that is known.
+        self.forward: Callable[[ForwardBatch, bool, bool], tuple[torch.Tensor, torch.Tensor | None, Largest | None]]
         self.forward = self._run_layers
         if isinstance(attention, CpuAttention) and CpuModel.supports(model):
             self.forward = CpuModel(model, attention, max_batched_tokens(config, "cpu")).forward
@@ -111,8 +111,9 @@ class ModelRunner:
             batch = make_batch(plan, self.spec.block_size, self.spec.device, self._last_token)
         chunks = enumerate(plan.rows[plan.num_decodes :], plan.num_decodes)
         scored = [(index, row) for index, row in chunks if wants_prompt_logprobs(row)]
-        hidden, logits, largest = self.forward(batch, bool(scored))
         sampling = [row for row in plan.rows if row.samples]
+        wanted = any(not row.request.takes_largest for row in sampling)
+        hidden, logits, largest = self.forward(batch, bool(scored), wanted)
         tokens = StepTokens([])
         if sampling:
             tokens = self.sampler.sample(logits, sampling, largest)
@@ -124,7 +125,7 @@ class ModelRunner:
         return tokens
 
     @torch.inference_mode()
-    def _run_layers(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def _run_layers(self, batch: ForwardBatch, whole: bool, wanted: bool) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden = self.model.forward(batch, self.attention)
         return hidden, self.model.logits(hidden[batch.logits_rows]), None
 

@@ -43,15 +43,16 @@ class Sampler:
         self._truncation = Truncation(vocab_size)
         self._edited_row = np.empty(vocab_size, np.float32)
 
-    def sample(self, logits: Tensor, rows: Sequence[ScheduledRow], largest: Largest | None = None) -> StepTokens:
+    def sample(self, logits: Tensor | None, rows: Sequence[ScheduledRow], largest: Largest | None = None) -> StepTokens:
         """One token after each of `rows`, from float32 `logits` [rows, vocab_size], which are not changed.
 
         `largest` are those of the logits, which the CPU's program tells with them; without it, they are looked for
-        here. Rows whose logits hold NaN or +inf, or in which every token is masked, are in `failed` (with token id 0)
-        and leave the other rows alone.
+        here. No logits are needed beside them if all rows take their likeliest token. Rows whose logits hold NaN or
+        +inf, or in which every token is masked, are in `failed` (with token id 0) and leave the other rows alone.
         """
         on_host = None
         if largest is None:
+            assert logits is not None
             on_host = _host(logits)
             largest = argmax(on_host)
         step = StepTokens(largest.indices.tolist())
@@ -62,16 +63,18 @@ class Sampler:
             if not value < inf:
                 step.token_ids[index], step.failed[index] = 0, "the model's logits hold NaN or infinity"
                 continue
-            if on_host is None:
+            if on_host is None and logits is not None:
                 on_host = _host(logits)
-            values, best = on_host[index], step.token_ids[index]
-            token = self._sample_row(values, best, request, row.stop - request.num_prompt_tokens)
+            token = -1
+            if on_host is not None:
+                best, position = step.token_ids[index], row.stop - request.num_prompt_tokens
+                token = self._sample_row(on_host[index], best, request, position)
             if token < 0:
                 step.token_ids[index], step.failed[index] = 0, "no token is allowed: every one of them is masked"
                 continue
             step.token_ids[index] = token
-            if request.sampling.logprobs is not None:
-                step.logprobs[index] = token_logprobs(values, token, request.sampling.logprobs)
+            if on_host is not None and request.sampling.logprobs is not None:
+                step.logprobs[index] = token_logprobs(on_host[index], token, request.sampling.logprobs)
         return step
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -23,7 +23,15 @@ import torch
 
 from engine_core.attention.cpu import CpuAttention
 from engine_core.batch import ForwardBatch
-from engine_core.cpu.stages import ATTEND_STEP, EMBED_IDS, ENTER_STEP, GATHER_INDEX, NORM_INDEX, Stages
+from engine_core.cpu.stages import (
+    ATTEND_STEP,
+    EMBED_IDS,
+    ENTER_STEP,
+    GATHER_INDEX,
+    NORM_INDEX,
+    PRODUCT_OUT,
+    Stages,
+)
 from engine_core.kernels.cpu_elementwise import Largest
 from engine_core.kernels.cpu_linear import PackedLinear
 from engine_core.kernels.cpu_program import ROWS, Program
@@ -46,7 +54,7 @@ class CpuModel:
         self._model, self._attention, self._most_tokens = model, attention, most_tokens
         self._capacity = self._chosen = 0
         self._rows = (0, 0, 0, 0)  # tokens, those chosen, rows and threads of the last step
-        self._step: tuple[ForwardBatch, bool, int] | None = None  # what the arguments are set for; threads
+        self._step: tuple[ForwardBatch, bool, bool, int] | None = None  # what the arguments are set for; threads
         self._logits = torch.empty(0)
         self._cos = self._sin = torch.empty(0)
 
@@ -61,14 +69,17 @@ class CpuModel:
             linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         return model.dtype == torch.float32 and all(isinstance(linear, PackedLinear) for linear in linears)
 
-    def forward(self, batch: ForwardBatch, whole: bool) -> tuple[torch.Tensor, torch.Tensor, Largest]:
+    def forward(
+        self, batch: ForwardBatch, whole: bool, wanted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Largest]:
         """Hidden states [tokens, hidden] before the last norm, or without `whole` perhaps of sampling rows alone;
-        logits [sampling rows, vocabulary], and the largest of each row; writes K and V of all tokens."""
+        logits [sampling rows, vocabulary] if they are `wanted`, and the largest of each row; writes K and V of all
+        tokens."""
         threads, step = torch.get_num_threads(), self._step
-        if step is None or step[0] is not batch or step[1] != whole or step[2] != threads:
+        if step is None or step[0] is not batch or step[1:] != (whole, wanted, threads):
             self._step = None
-            self._set(batch, whole, threads)
-            self._step = batch, whole, threads
+            self._set(batch, whole, wanted, threads)
+            self._step = batch, whole, wanted, threads
         if not self._embeds:
             self._embed(batch)
         self._program.run()
@@ -78,7 +89,7 @@ class CpuModel:
     def _embed(self, batch: ForwardBatch) -> None:
         self._total[: batch.num_tokens] = self._model.embedding(batch.token_ids)
 
-    def _set(self, batch: ForwardBatch, whole: bool, threads: int) -> None:
+    def _set(self, batch: ForwardBatch, whole: bool, wanted: bool, threads: int) -> None:
         """The program's arguments, and what it gives."""
         tokens, rows = batch.num_tokens, len(batch.logits_rows)
         whole = whole or tokens == rows
@@ -101,8 +112,10 @@ class CpuModel:
         args[self._enters, ENTER_STEP] = (tokens, *where, self._cos.data_ptr(), self._sin.data_ptr())
         args[self._attends, ATTEND_STEP] = attend = self._attention.step_args(batch)
         args[self._chosen + 1, ATTEND_STEP] = attend if whole else self._attention.chosen_args(batch)
-        largest = Largest(self._best.indices[:rows], self._best.values[:rows])
-        self._given = self._hidden[:left], self._logits[:rows, : self._model.config.vocab_size], largest
+        if self._tells:  # three bytes in a hundred of a step's would be written logits
+            args[self._head + 1, PRODUCT_OUT] = self._logits.data_ptr() if wanted else 0
+        logits = self._logits[:rows, : self._model.config.vocab_size] if wanted else None
+        self._given = self._hidden[:left], logits, Largest(self._best.indices[:rows], self._best.values[:rows])
 
     def _make_room(self, tokens: int, rows: int, length: int) -> None:
         """For a step of `tokens`, of which `rows` are sampled, at positions below `length`."""
@@ -141,7 +154,7 @@ class CpuModel:
         stages.head(head, logits, model.config.vocab_size, best)
         program = Program(launches)
         # Only now: had memory run out before, the last program would still be whole, and its buffers there.
-        self._embeds, self._total, self._rows = embeds, total, (0, 0, 0, 0)
+        self._embeds, self._tells, self._total, self._rows = embeds, head.rounds, total, (0, 0, 0, 0)
         self._chosen, self._head, self._enters, self._attends = chosen, first_of_head, _every(enters), _every(attends)
         self._stages, self._program = stages, program
         self._capacity, self._hidden, self._logits, self._best = capacity, stages.total, logits, best

@@ -8,8 +8,8 @@ from gguf.constants import GGMLQuantizationType
 from engine_core.attention.cpu import CpuAttention
 from engine_core.kernels.cpu_cache import kernel
 from engine_core.kernels.cpu_elementwise import Largest, fixed_point
-from engine_core.kernels.cpu_layout import BLOCK, CHUNK, GROUP
-from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
+from engine_core.kernels.cpu_layout import BLOCK, CHUNK
+from engine_core.kernels.cpu_linear import PackedLinear, largest_bytes, rounded_bytes
 from engine_core.kernels.cpu_program import Launch
 from engine_core.layers.norm import RMSNorm
 from engine_core.loader.weights import QuantizedWeight
@@ -20,6 +20,7 @@ NEW = 0  # in the place of what each step sets
 # Numbers of arguments that a step sets, as the kernels' own descriptions count: the counter is number 0.
 NORM_INDEX = 14
 EMBED_IDS = GATHER_INDEX = 2
+PRODUCT_OUT = 6
 ENTER_STEP = ATTEND_STEP = slice(1, 6)
 
 
@@ -110,24 +111,17 @@ class Stages:
         self.added_product(consumer)
 
     def head(self, linear: PackedLinear, logits: torch.Tensor, vocab_size: int, best: Largest) -> None:
-        """`logits` [rows, width], and `best` of each row: the largest of the first `vocab_size`."""
-        given = (
-            NEW,
-            logits.data_ptr(),
-            logits.stride(0),
-            vocab_size,
-            best.indices.ctypes.data,
-            best.values.ctypes.data,
-        )
+        """`logits` [rows, width], which a step may leave out if `linear` rounds; and `best` of each row: the largest of
+        the first `vocab_size`."""
+        found = best.indices.ctypes.data, best.values.ctypes.data
         if not linear.rounds:
             self.product(linear, out=logits)
-            self._add(kernel("largest:argmax"), given)
+            self._add(kernel("largest:argmax"), (NEW, logits.data_ptr(), logits.stride(0), vocab_size, *found))
             return
-        chunks = linear.width // CHUNK
-        self._largest = torch.empty(-(-len(logits) // GROUP) * GROUP * chunks)
+        self._largest = torch.empty(largest_bytes(len(logits), linear.width) // 4)
         largest = self._largest.data_ptr()
-        self._add(*linear.telling_product(NEW, self._inputs.data_ptr(), logits.data_ptr(), largest), least=1)
-        self._add(kernel("largest:of_chunks"), (*given, largest, chunks))
+        self._add(*linear.telling_product(NEW, self._inputs.data_ptr(), NEW, largest), least=1)
+        self._add(kernel("largest:of_chunks"), (NEW, largest, linear.width // CHUNK, *found))
 
     def _target(self, consumer: PackedLinear, memory: torch.Tensor) -> tuple[int, int, int]:
         """Where a product's inputs go: `out`, `rounded` and `offset` of the kernels that write them."""

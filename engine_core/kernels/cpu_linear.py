@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_core.kernels.cpu_cache import dot_width, kernel
-from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, LARGEST, STORE, X_BLOCK_BYTES, X_GROUP
+from engine_core.kernels.cpu_layout import ADD, BLOCK, CHUNK, GATE, GROUP, LARGEST, STORE, X_BLOCK_BYTES, X_GROUP
 from engine_core.kernels.cpu_pack import PackedWeight
 from engine_core.kernels.cpu_team import cpu_team
 
@@ -65,8 +65,10 @@ class PackedLinear:
         return kernel("linear:floats"), (rows, x, x_stride, *weights, out, self.width)
 
     def telling_product(self, rows: int, x: int, out: int, largest: int) -> tuple[int, tuple[int, ...]]:
-        """Of integer weights, as `product`; and the largest of each chunk at `largest` (see `cpu_source.largest`)."""
-        return self._integers(LARGEST, rows, x, out, self.width, largest)
+        """Of integer weights, as `product` unless `out` is 0; and the largest of each chunk at `largest`, which has
+        `largest_bytes`."""
+        code, args = self._integers(LARGEST, rows, x, out, self.width, largest)
+        return code, (*args, self.out_features)
 
     def added_product(self, rows: int, x: int, total: int, stride: int) -> tuple[int, tuple[int, ...]]:
         """Of integer weights: product and bias are added to `total` [rows, out_features]."""
@@ -83,6 +85,11 @@ class PackedLinear:
         weights = (self.weight.data.data_ptr(), self._blocks, self._chunks)
         code = kernel("linear:integers", form.bits, form.minimum, self._instruction, result)
         return code, (rows, x, *weights, out, stride, added, offset, self.weight.units.data_ptr())
+
+
+def largest_bytes(rows: int, width: int) -> int:
+    """Of what `telling_product` tells: for groups of rows and each chunk a float and an int32 a row."""
+    return -(-rows // GROUP) * GROUP * (width // CHUNK) * 8
 
 
 def rounded_bytes(rows: int, columns: int) -> int:

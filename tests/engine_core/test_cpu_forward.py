@@ -61,7 +61,10 @@ def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tenso
 def side_by_side(
     runner: ModelRunner, layers: CpuAttention, batch: ForwardBatch, whole: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    *actual, largest = runner.forward(batch, whole)
+    without = runner.forward(batch, whole, False)[2]
+    assert without is not None
+    indices, values = without.indices.copy(), without.values.copy()
+    *actual, largest = runner.forward(batch, whole, True)
     hidden = runner.model.forward(batch, layers)
     logits = runner.model.logits(hidden[batch.logits_rows])
     if len(actual[0]) < len(hidden):
@@ -69,8 +72,10 @@ def side_by_side(
         hidden = hidden[batch.logits_rows]
     yield from zip(actual, (hidden, logits), strict=True)
     assert largest is not None
-    yield torch.from_numpy(largest.indices), torch.from_numpy(logits.numpy().argmax(1))
-    yield torch.from_numpy(largest.values), torch.from_numpy(logits.numpy().max(1))
+    for found in (indices, largest.indices):
+        yield torch.from_numpy(found), torch.from_numpy(logits.numpy().argmax(1))
+    for found in (values, largest.values):
+        yield torch.from_numpy(found), torch.from_numpy(logits.numpy().max(1))
 
 
 @pytest.mark.parametrize("weights", ["none", "int8"])
@@ -147,10 +152,12 @@ def test_a_nan_stays_in_its_row(tmp_path: Path, rng: random.Random) -> None:
     (request, other) = scattered_requests([[1] * 40, [2] * 40], 16, KV_TOKENS, rng)
     batch = make_batch(StepPlan(tuple(ScheduledRow(r, 0, 40, True) for r in (request, other))), 16, runner.spec.device)
     batch = replace(batch, logits_rows=torch.arange(80))
-    clean = runner.forward(batch, True)[1].clone()
+    clean = runner.forward(batch, True, True)[1]
+    assert clean is not None
+    clean = clean.clone()
     weight = runner.model.embedding.weight  # type: ignore[attr-defined]
     weight.data[1, 5] = math.nan
-    _, logits, largest = runner.forward(batch, True)
+    _, logits, largest = runner.forward(batch, True, True)
     assert largest is not None
     assert not largest.indices[:40].any()
     assert np.isnan(largest.values[:40]).all()
@@ -185,7 +192,7 @@ def test_the_last_program_stays_if_there_is_no_memory_for_a_larger_one(
             for make in (torch.empty, torch.empty_like):
                 patch.setattr(torch, make.__name__, partial(scarce, make))
             with contextlib.suppress(MemoryError):
-                runner.forward(large, True)
+                runner.forward(large, True, True)
                 break
         ids = [rng.randrange(320) for _ in range(9)]
         small = scattered_requests([ids], 16, KV_TOKENS, rng)[0]
@@ -225,4 +232,4 @@ def test_a_step_that_failed_leaves_nothing_behind(
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, fail)
                 with pytest.raises(MemoryError):
-                    runner.forward(batch, False)
+                    runner.forward(batch, False, True)

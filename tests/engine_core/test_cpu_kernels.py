@@ -14,7 +14,7 @@ from gguf.quants import quantize as gguf_quantize
 from engine_core.kernels import cpu_elementwise, cpu_team
 from engine_core.kernels.cpu_cache import dot_width, kernel
 from engine_core.kernels.cpu_layout import PIECE, X_STEPS
-from engine_core.kernels.cpu_linear import PackedLinear, rounded_bytes
+from engine_core.kernels.cpu_linear import PackedLinear, largest_bytes, rounded_bytes
 from engine_core.kernels.cpu_pack import pack_floats, pack_quantized
 from engine_core.layers.linear import DenseLinear, make_linear
 from engine_core.loader.weights import QuantizedWeight
@@ -299,25 +299,30 @@ def test_argmax_is_numpys(columns: int, threads: int) -> None:
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1])
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 700])
 def test_the_head_tells_what_argmax_finds(vocabulary: int, kind: Q, threads: int) -> None:
-    """For every number of rows in the last of its tiles and groups; with NaN, infinity and equal logits."""
-    rows, width = np.random.randint(1, 120), -(-vocabulary // 32) * 32
+    """However many rows are in the last of its tiles and groups; with NaN and equal logits; logits wanted or not."""
+    width = -(-vocabulary // 32) * 32
     linear = PackedLinear(pack_quantized([gguf_weight(kind, vocabulary, 64)]))
-    x = torch.randn(rows, 64)
-    x[np.random.randint(rows)] = math.nan
-    x[np.random.randint(rows)] = 0
-    rounded, logits = torch.empty(rounded_bytes(rows, 64), dtype=torch.uint8), torch.empty(rows, width)
-    largest = torch.empty(-(-rows // 16) * 16 * width // 32)
-    indices, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     team = cpu_team.cpu_team()
-    given = (rows, x.data_ptr(), 64, 2, rounded.data_ptr(), linear.weight.form.offset)
-    team.run(kernel("linear:quantize"), given)
-    team.run(*linear.telling_product(rows, rounded.data_ptr(), logits.data_ptr(), largest.data_ptr()))
-    found = indices.data_ptr(), values.data_ptr(), largest.data_ptr(), width // 32
-    team.run(kernel("largest:of_chunks"), (rows, logits.data_ptr(), width, vocabulary, *found))
-    expected = linear(x).numpy()
-    np.testing.assert_array_equal(logits[:, :vocabulary], expected)
-    np.testing.assert_array_equal(indices, expected.argmax(1))
-    np.testing.assert_array_equal(values, expected.max(1))
+    for rows in (*range(1, 10), 15, 16, 17, 31, 47, 48, 49, 63, 95, 111):
+        x = torch.randn(rows, 64)
+        x[np.random.randint(rows)] = 0
+        if rows > 1:
+            x[np.random.randint(rows)] = math.nan
+        rounded = torch.empty(rounded_bytes(rows, 64), dtype=torch.uint8)
+        given = (rows, x.data_ptr(), 64, 2, rounded.data_ptr(), linear.weight.form.offset)
+        team.run(kernel("linear:quantize"), given)
+        expected = linear(x).numpy()
+        for wanted in (True, False):
+            logits, largest = torch.empty(rows, width), torch.empty(largest_bytes(rows, width) // 4)
+            indices, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+            out = logits.data_ptr() if wanted else 0
+            team.run(*linear.telling_product(rows, rounded.data_ptr(), out, largest.data_ptr()))
+            found = indices.data_ptr(), values.data_ptr()
+            team.run(kernel("largest:of_chunks"), (rows, largest.data_ptr(), width // 32, *found))
+            if wanted:
+                np.testing.assert_array_equal(logits[:, :vocabulary], expected)
+            np.testing.assert_array_equal(indices, expected.argmax(1))
+            np.testing.assert_array_equal(values, expected.max(1))
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80])

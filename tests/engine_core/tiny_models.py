@@ -134,7 +134,9 @@ def step_logits(runner: ModelRunner, pieces: Sequence[tuple[Request, int, int]])
     rows = tuple(ScheduledRow(request, start, stop - start, True) for request, start, stop in pieces)
     batch = make_batch(StepPlan(rows), runner.spec.block_size, runner.spec.device)
     batch = replace(batch, logits_rows=torch.arange(batch.num_tokens))
-    return list(runner.forward(batch, False)[1].clone().split([row.count for row in rows]))
+    logits = runner.forward(batch, False, True)[1]
+    assert logits is not None
+    return list(logits.clone().split([row.count for row in rows]))
 
 
 def random_pieces(requests: Sequence[Request], rng: random.Random) -> Iterator[list[tuple[Request, int, int]]]:

@@ -1,11 +1,12 @@
 """The largest of each row of floats: where the first of them is, and what it is. NaN is largest.
 
-A product that is to tell leaves the largest of each chunk of its outputs: for `LANES` rows at a time, chunk by chunk, a
-float for each row.
+A product that is to tell leaves the largest of each chunk of its outputs: for `LANES` rows at a time, chunk by chunk,
+their values, then as many int32, which outputs they are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ from engine_core.kernels.cpu_source.tile import Emit
 from engine_core.kernels.cpu_source.vector import LANES, larger, row_max
 
 PIECE = 512  # values whose largest is looked for at once
-CHUNK_BYTES = LANES * 4  # of the largest of a chunk
+OUTPUTS = LANES * 4  # bytes from the values to these
+CHUNK_BYTES = 2 * OUTPUTS
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VF32, _VI32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -57,51 +59,60 @@ def argmax() -> Callable[[Any], None]:
 
 
 def of_chunks() -> Callable[[Any], None]:
-    """Arguments: counter, rows, x, x_stride, columns, out (int64), values, the largest of each chunk, chunks.
-
-    The same, of rows whose chunks' largest are known. What is behind `columns` does not count.
-    """
+    """Arguments: counter, rows, the largest of each chunk, chunks, out (int64), values."""
 
     def kernel(args: Any) -> None:
-        rows, x, x_stride, columns, out, largest = args[1], args[2], args[3], args[4], int64s(args[5]), floats(args[6])
-        known, chunks, whole = args[7], args[8], columns // CHUNK
-        chosen = stack(CHUNK_BYTES)
+        rows, known, chunks, out, largest = args[1], args[2], args[3], int64s(args[4]), floats(args[5])
+        chosen = stack(LANES * 4)
         side, tasks = choose_side(args), (rows + LANES - 1) // LANES
         while True:
             task = next_task(args, side, tasks)
             if task >= tasks:
                 break
-            best_chunks(known + task * chunks * CHUNK_BYTES, whole, chosen)
+            first = known + task * chunks * CHUNK_BYTES
+            best_chunks(first, chunks, chosen)
             for row in range(task * LANES, smaller(task * LANES + LANES, rows)):
-                values = floats(x + row * x_stride * 4)
-                where = int32s(chosen)[row % LANES] * CHUNK
-                best = values[where]
-                for i in range(where + 1, smaller(where + CHUNK, columns)):
-                    if values[i] > best or (values[i] != values[i] and best == best):
-                        best, where = values[i], i
-                for i in range(whole * CHUNK, columns):
-                    if values[i] > best or (values[i] != values[i] and best == best):
-                        best, where = values[i], i
-                out[row], largest[row] = where, best
+                lane = row % LANES
+                at = first + int32s(chosen)[lane] * CHUNK_BYTES
+                out[row], largest[row] = int32s(at + OUTPUTS)[lane], floats(at)[lane]
 
     return kernel
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def write_largest(typing_context: Any, rows: Any, out: Any) -> Any:
-    """`write_largest(rows, out)`: of each of four rows of a chunk that lie side by side, to four floats."""
+def write_largest(typing_context: Any, rows: Any, first: Any, outputs: Any, known: Any) -> Any:
+    """`write_largest(rows, first, outputs, known)`: of each of four rows of a chunk that lie side by side. The chunk
+    begins with output `first`; those before `outputs` count."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        start, out = values
-        e = Emit(builder)
-        vectors = []
+    def codegen(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        start, first, outputs, known = given
+        e, b = Emit(builder), builder
+        first = b.trunc(first, _I32)
+        count = e.broadcast(b.sub(b.trunc(outputs, _I32), first), LANES)
+        lowest = ir.Constant(_VF32, [-math.inf] * LANES)
+        rows = []
         for row in range(TOGETHER):
             parts = [e.at(start, (row * CHUNK + at) * 4, _VF32) for at in range(0, CHUNK, LANES)]
-            vectors.append(larger(e, *parts))
-        e.put(reduce_vectors(e, vectors, larger), out, 0)
+            counts = [b.icmp_signed("<", _ids(at), count) for at in range(0, CHUNK, LANES)]
+            rows.append([b.select(mask, part, lowest) for mask, part in zip(counts, parts, strict=True)])
+        largest = reduce_vectors(e, [larger(e, *parts) for parts in rows], larger)
+        e.put(largest, known, 0)
+        for row, parts in enumerate(rows):
+            most = e.broadcast(b.extract_element(largest, ir.Constant(_I32, row)), LANES)
+            found = ir.Constant(_I32, 0)
+            for number, part in enumerate(parts):
+                both_nan = b.and_(b.fcmp_unordered("uno", part, part), b.fcmp_unordered("uno", most, most))
+                hits = b.bitcast(b.or_(b.fcmp_ordered("==", part, most), both_nan), ir.IntType(LANES))
+                found = b.or_(found, b.shl(b.zext(hits, _I32), ir.Constant(_I32, number * LANES)))
+            place = b.cttz(found, ir.Constant(ir.IntType(1), 0))
+            e.put(b.add(place, first), known, OUTPUTS + row * 4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+    return types.void(*[types.int64] * 4), codegen
+
+
+def _ids(first: int) -> Any:
+    return ir.Constant(_VI32, [*range(first, first + LANES)])
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -24,7 +24,7 @@ from engine_core.kernels.cpu_layout import (
 from engine_core.kernels.cpu_memory import CACHE_LINE
 from engine_core.kernels.cpu_source.compiler import choose_side, next_task, smaller, stack
 from engine_core.kernels.cpu_source.dot import STEP, dot_tile, panel_bytes
-from engine_core.kernels.cpu_source.largest import write_largest
+from engine_core.kernels.cpu_source.largest import CHUNK_BYTES, write_largest
 from engine_core.kernels.cpu_source.rounding import (
     STEPS_BYTES,
     TOGETHER,
@@ -44,8 +44,9 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
     """Arguments: counter, rows, x (rounded), weights, blocks, chunks, out, out_stride, bias, offset, units of weights.
 
     `result`: STORE in `out`; ADD to it, the bias first; GATE: SiLU of the product's first half, with the bias, times
-    the second, rounded for the next product in `out`, whose rows have `out_stride` blocks; or LARGEST: STORE, and the
-    largest of each chunk, at `offset` (see `largest`).
+    the second, rounded for the next product in `out`, whose rows have `out_stride` blocks; or LARGEST: STORE
+    unless `out` is 0, and at `offset` the largest of each chunk (see `largest`), of as many outputs as one more
+    argument says.
 
     Several tiles of rows share the weights of a chunk: the first unpacks them into a panel, a piece at a time. A
     thread draws its next task before it begins one, to have the weights of that come from memory meanwhile, front to
@@ -60,6 +61,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
     def kernel(args: Any) -> None:
         rows, x, weights, blocks, chunks = args[1], args[2], args[3], args[4], args[5] // parts
         out, out_stride, bias, offset, scales = args[6], args[7], args[8], args[9], args[10]
+        outputs = args[11] if result == LARGEST else 0
         pieces = (blocks + PIECE - 1) // PIECE
         panel = stack(PIECE * panel_size + ROWS * (parts * ROW_BYTES + ((pieces + blocks) * 4 if fixed else 0)))
         sums = panel + PIECE * panel_size
@@ -78,7 +80,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
             if fixed and first_row != known:
                 fix_scales(x, first_row, last_row, blocks, steps, units)
                 known = first_row
-            if result != GATE:
+            if result != GATE and (result != LARGEST or out != 0):
                 for row in range(first_row, last_row):
                     expect_row(out + row * out_stride * 4 + place * ROW_BYTES, ROW_BYTES // CACHE_LINE)
             for part in range(parts):
@@ -107,7 +109,7 @@ def integers(bits: int, minimum: bool, width: int, result: int = STORE) -> Calla
                             other(count, xr, q, u, w, panel, begin, end, o, fetch)
                         fetch += (end - begin) * fetched
                         if end == blocks and part + 1 == parts:
-                            finish(o, row, count, place, chunks, out, out_stride, bias, offset, scales)
+                            finish(o, row, count, place, chunks, out, out_stride, bias, offset, scales, outputs)
                         row += count
             task = following
 
@@ -137,7 +139,7 @@ def _finish(result: int, fixed: bool) -> Any:
     vectors, parts = CHUNK // LANES, 2 if result == GATE else 1
 
     @numba.njit(inline="always")
-    def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset, scales):  # type: ignore[no-untyped-def]
+    def finish(sums, first_row, count, chunk, chunks, out, out_stride, bias, offset, scales, outputs):  # type: ignore[no-untyped-def]
         at, gate = sums, sums - ROWS * ROW_BYTES
         for row in range(first_row, first_row + count):
             if fixed:
@@ -155,13 +157,13 @@ def _finish(result: int, fixed: bool) -> Any:
                 target = out + row * out_stride * 4 + chunk * ROW_BYTES
                 if result == ADD:
                     add_rows(at, target, target, vectors)
-                else:
+                elif result != LARGEST or out != 0:
                     copy_row(at, target, vectors)
             at += ROW_BYTES
         if result == LARGEST:  # rows too many were done before, are by later tiles of this task, or do not exist
             for row in range(first_row // TOGETHER * TOGETHER, first_row + count, TOGETHER):
-                number = (row // LANES * chunks + chunk) * LANES + row % LANES
-                write_largest(sums + (row - first_row) * ROW_BYTES, offset + number * 4)
+                known = offset + (row // LANES * chunks + chunk) * CHUNK_BYTES + row % LANES * 4
+                write_largest(sums + (row - first_row) * ROW_BYTES, chunk * CHUNK, outputs, known)
         if result == GATE:  # a row has one block of a chunk, and the rows are of one group
             target = rounded_row(out, first_row, out_stride) + chunk * X_STEP
             quantize_gated(gate, sums, target, X_BLOCK_BYTES, count, offset)
