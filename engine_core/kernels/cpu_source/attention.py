@@ -177,7 +177,8 @@ def attend(wide: int, bits: int, dot_width: int) -> Callable[[Any], None]:
     tile has at most, `bits` the pool's format and `dot_width` as for linear layers.
 
     A thread knows its next task before it begins one, so that what comes next is always fetched while something else
-    is computed: V with the scores, K with the sums. Blocks lie anywhere in the pool, so the processor cannot know.
+    is computed: the next K with the sums, V with the scores before, or as int8, where those take no time, with the next
+    K. Blocks lie anywhere in the pool, so the processor cannot know.
     """
     form = PoolFormat(bits)
     item, cell, scaled, locate = form.item, form.cell, form.scaled, locator(form)
@@ -259,6 +260,7 @@ def attend(wide: int, bits: int, dot_width: int) -> Callable[[Any], None]:
                             multiply_rows(p_at, int64s(here + VALUE_SCALES)[group], p_at, 1)
                 for group in range(groups):  # total += scores @ values
                     v_at, k_at = int64s(here + VALUES)[group], int64s(ahead)[group]
+                    next_v = int64s(ahead + VALUES)[group]
                     used = smaller(GROUP, stop - start - group * GROUP)
                     d = 0
                     while d < dim:
@@ -269,9 +271,9 @@ def attend(wide: int, bits: int, dot_width: int) -> Callable[[Any], None]:
                             a, c = scores_at + (r * CONTEXT + group * GROUP) * 4, total_at + (r * dim + d) * 4
                             number = tile_rows(rows - r)
                             if whole:
-                                wide_sum(number, a, CONTEXT, v, dim, used, c, k, step)
+                                wide_sum(number, a, CONTEXT, v, dim, used, c, k, step, next_v + d * item)
                             else:
-                                narrow_sum(number, a, CONTEXT, v, dim, used, c, k, step)
+                                narrow_sum(number, a, CONTEXT, v, dim, used, c, k, step, next_v + d * item)
                             r += number
                         d += wide * GROUP if whole else GROUP
                 here, ahead = ahead, here

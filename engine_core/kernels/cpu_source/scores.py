@@ -33,8 +33,8 @@ def score_tile(rows: int, groups: int, form: PoolFormat, width: int) -> Any:
 
     `tile(queries, dim, keys, step, scores, scores_stride)`: queries are [rows, dim], or if K is int8 rounded rows, each
     by itself, not in groups; `keys` is the address of an address for each group, `VALUES` behind which is that of its
-    values; lines of a key are `step` bytes apart. Strides are in floats. With each line, as much of each group's values
-    is fetched, which are needed next. `width` is of the instruction for products of bytes.
+    values; lines of a key are `step` bytes apart. Strides are in floats. With each line but of int8, as much of each
+    group's values is fetched, which are needed next. `width` is of the instruction for products of bytes.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -73,21 +73,18 @@ def _add_scores(
 def _add_rounded_scores(
     e: Emit, width: int, total: list[list[Any]], queries: Any, dim: Any, keys: Any, step: Any
 ) -> None:
-    """Of int8: 32 dimensions are summed exactly, then scaled."""
+    """Of int8: 32 dimensions are summed exactly, then scaled. Too short a time to fetch more than scales."""
     b, groups = e.b, len(total[0])
     blocks = b.sdiv(dim, e.const(BLOCK))
     starts = [b.add(queries, b.mul(blocks, e.const(X_BLOCK_BYTES * m))) for m in range(len(total))]
-    key_at, fetch_at, scales_at = (_addresses(e, keys, table, groups) for table in (0, VALUES, VALUE_SCALES))
+    key_at, scales_at = (_addresses(e, keys, table, groups) for table in (0, VALUE_SCALES))
     for address in scales_at:
         e.prefetch(address, 0)
     with cgutils.for_range(b, blocks, intp=_I64) as loop:
         line = b.mul(b.mul(loop.index, e.const(KEY_LINES)), step)
-        fetched = b.mul(loop.index, e.const(GROUP * BLOCK))
         query = [b.add(start, b.mul(loop.index, e.const(X_BLOCK_BYTES))) for start in starts]
         sums = [[e.broadcast(e.at(block, START, _I32), GROUP)] * groups for block in query]
         for number in range(KEY_LINES - 1):
-            for address in fetch_at:
-                e.prefetch(b.add(address, fetched), number * CACHE_LINE)
             columns = [e.at(b.add(address, line), 0, VI32) for address in key_at]
             for m, block in enumerate(query):
                 x = e.broadcast(e.at(block, number * 4, _I32), GROUP)
@@ -104,14 +101,15 @@ def _add_rounded_scores(
 def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
     """An intrinsic that adds to `groups` groups of `GROUP` dimensions of `rows` sums the values of some positions.
 
-    `tile(weights, weights_stride, values, dim, count, sums, keys, step)`: weights are [rows, count], values [count,
-    dim], sums [rows, dim]; strides in numbers. With each position, the first group of as many lines as are needed for
-    all dimensions is fetched of `keys`, which are needed next and `step` bytes apart.
+    `tile(weights, weights_stride, values, dim, count, sums, keys, step, ahead)`: weights are [rows, count], values
+    [count, dim], sums [rows, dim]; strides in numbers. With each position, the first group of as many lines as are
+    needed for all dimensions is fetched of `keys`, which are needed next and `step` bytes apart; of int8 the values
+    `ahead`, too, which are needed after those.
     """
     size = form.item
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        weights, weights_stride, values_at, dim, count, sums, fetch, step = values
+        weights, weights_stride, values_at, dim, count, sums, fetch, step, ahead = values
         e = Emit(builder)
         total = e.accumulators(rows, groups, GROUP)
         weight_rows, sum_rows = _rows(e, weights, weights_stride, rows), _rows(e, sums, dim, rows)
@@ -127,6 +125,10 @@ def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
             number = builder.mul(loop.index, e.const(groups))
             if form.scaled:  # a line for four dimensions
                 number = builder.lshr(number, e.const(2))
+            if form.scaled:
+                after = builder.add(ahead, builder.mul(loop.index, dim))
+                for at in range(0, groups * GROUP, CACHE_LINE):
+                    e.prefetch(after, at)
             line = builder.add(fetch, builder.mul(number, step))
             for g in range(1 if form.scaled else groups):
                 e.prefetch(builder.add(line, builder.mul(step, e.const(g))), 0)
@@ -136,8 +138,8 @@ def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing_context, weights, weights_stride, values, dim, count, sums, keys, step):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 8), codegen
+    def tile(typing_context, weights, weights_stride, values, dim, count, sums, keys, step, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 9), codegen
 
     return tile
 
@@ -173,17 +175,17 @@ def value_tiles(groups: int, form: PoolFormat) -> Any:
     one, two, three, four, six = (value_tile(rows, groups, form) for rows in (1, 2, 3, 4, 6))
 
     @numba.njit(inline="always")
-    def tile(count, weights, weights_stride, values, dim, used, sums, keys, step):  # type: ignore[no-untyped-def]
+    def tile(count, weights, weights_stride, values, dim, used, sums, keys, step, ahead):  # type: ignore[no-untyped-def]
         if count == 6:
-            six(weights, weights_stride, values, dim, used, sums, keys, step)
+            six(weights, weights_stride, values, dim, used, sums, keys, step, ahead)
         elif count == 4:
-            four(weights, weights_stride, values, dim, used, sums, keys, step)
+            four(weights, weights_stride, values, dim, used, sums, keys, step, ahead)
         elif count == 3:
-            three(weights, weights_stride, values, dim, used, sums, keys, step)
+            three(weights, weights_stride, values, dim, used, sums, keys, step, ahead)
         elif count == 2:
-            two(weights, weights_stride, values, dim, used, sums, keys, step)
+            two(weights, weights_stride, values, dim, used, sums, keys, step, ahead)
         else:
-            one(weights, weights_stride, values, dim, used, sums, keys, step)
+            one(weights, weights_stride, values, dim, used, sums, keys, step, ahead)
 
     return tile
 
