@@ -55,8 +55,8 @@ def with_pool(name: str, spec: AttentionSpec, wanted: str, *, rounds: bool, bias
     """`spec` with a KV pool as `wanted`, for the attention implementation `name`.
 
     "auto": smaller than float32 if the model's products round their inputs anyway (`rounds`) and the implementation
-    can. Where K has a bias (`biased`), some of its dimensions may be a hundred times larger than others, which int8
-    would lose, so half precision then. Raises UserError if what is wanted is not there.
+    can. Where K has a bias (`biased`), some of its dimensions may be far larger than others, which int8 would
+    lose, so half precision then. Raises UserError if what is wanted is not there.
     """
     if wanted != "auto":
         kinds = [wanted]

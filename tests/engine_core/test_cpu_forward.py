@@ -45,10 +45,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+def pool_for_layers(runner: ModelRunner) -> CpuAttention:
+    """An attention for the layers by themselves: the runner's is its program's alone."""
+    attention = CpuAttention(runner.spec)
+    attention.allocate(KV_TOKENS // 16 + 1)
+    return attention
+
+
 def steps(runner: ModelRunner, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Hidden states, logits, where those are largest, and how large, side by side: of the program and the layers."""
-    layers = CpuAttention(runner.spec)
-    layers.allocate(KV_TOKENS // 16 + 1)
+    layers = pool_for_layers(runner)
     prompts = [[rng.randrange(320) for _ in range(length)] for length in (130, 1, 47, 64, 90)]
     requests = scattered_requests(prompts, 16, KV_TOKENS, rng)
     for pieces in random_pieces(requests, rng):
@@ -99,8 +105,7 @@ def test_a_batch_that_is_kept_computes_what_the_layers_do(
     """Also when rows change places, when the number of threads changes, and when hidden states of all are wanted."""
     save_model(tmp_path, "qwen3")
     runner = load(tmp_path, kv_tokens=KV_TOKENS, weights=weights, threads=threads)
-    layers = CpuAttention(runner.spec)
-    layers.allocate(KV_TOKENS // 16 + 1)
+    layers = pool_for_layers(runner)
     pending = np.zeros(8, np.int64)
     batches = Batches(16, pending)
     requests = scattered_requests([[rng.randrange(320) for _ in range(100)] for _ in range(5)], 16, KV_TOKENS, rng)
@@ -172,8 +177,7 @@ def test_the_last_program_stays_if_there_is_no_memory_for_a_larger_one(
     """Whichever of its buffers cannot be had."""
     save_model(tmp_path, "qwen3")
     runner = load(tmp_path, kv_tokens=KV_TOKENS, weights="int8")
-    layers = CpuAttention(runner.spec)
-    layers.allocate(KV_TOKENS // 16 + 1)
+    layers = pool_for_layers(runner)
     requests = scattered_requests([[rng.randrange(320) for _ in range(40)] for _ in range(6)], 16, KV_TOKENS, rng)
     large = make_batch(StepPlan(tuple(ScheduledRow(r, 0, 40, True) for r in requests)), 16, runner.spec.device)
     runner.model.forward(large, layers)
@@ -209,8 +213,7 @@ def test_a_step_that_failed_leaves_nothing_behind(
     """Wherever it did: those before and after it may be of as many rows."""
     save_model(tmp_path, "qwen3")
     runner = load(tmp_path, kv_tokens=KV_TOKENS, weights="int8")
-    layers = CpuAttention(runner.spec)
-    layers.allocate(KV_TOKENS // 16 + 1)
+    layers = pool_for_layers(runner)
     parts = [(CpuAttention, "prepare"), (CpuAttention, "chosen_args"), (Program, "share"), (Program, "run")]
     for (owner, name), late in itertools.product(parts, (False, True)):
         method = getattr(owner, name)

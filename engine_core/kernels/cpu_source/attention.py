@@ -123,13 +123,25 @@ def enter(bits: int) -> Callable[[Any], None]:
     return kernel
 
 
+def sizer(form: PoolFormat) -> Any:
+    """A function `head_size(dim, size)`: bytes of K or V of a head in a KV block of `size` positions."""
+    item, scales = form.item, form.scales
+
+    @numba.njit(inline="always")
+    def head_size(dim, size):  # type: ignore[no-untyped-def]
+        return size * (dim * item + dim // BLOCK * scales)
+
+    return head_size
+
+
 def pair_writer(form: PoolFormat) -> Any:
     """A function `write(k, v, slot, keys, values, kv_heads, dim, size, scratch)`: K and V of all heads of a token."""
-    write_key, write_value, item, cell, scales = key_writer(form), value_writer(form), form.item, form.cell, form.scales
+    write_key, write_value, item, cell = key_writer(form), value_writer(form), form.item, form.cell
+    head_size = sizer(form)
 
     @numba.njit(inline="always")
     def write_pair(k, v, slot, keys, values, kv_heads, dim, size, scratch):  # type: ignore[no-untyped-def]
-        head_bytes = size * (dim * item + dim // BLOCK * scales)
+        head_bytes = head_size(dim, size)
         block, offset = slot // size, slot % size
         for head in range(kv_heads):
             start, source = (block * kv_heads + head) * head_bytes, head * dim * 4
@@ -144,12 +156,12 @@ def locator(form: PoolFormat) -> Any:
     """A function `locate(places, keys, values, shape, table, kv_head, start, stop)` that writes down where K and V of a
     chunk's groups of positions lie, and V's scales. Those beyond `stop` stand for the last: what is computed of them is
     not used."""
-    item, cell, scales = form.item, form.cell, form.scales
+    item, cell, head_size = form.item, form.cell, sizer(form)
 
     @numba.njit(inline="always")
     def locate(places, keys, values, shape, table, kv_head, start, stop):  # type: ignore[no-untyped-def]
         kv_heads, dim, size = shape
-        head_bytes = size * (dim * item + dim // BLOCK * scales)
+        head_bytes = head_size(dim, size)
         for group in range(GROUPS):
             at = smaller(start + group * GROUP, (stop - 1) // GROUP * GROUP)
             block, offset = (table[at // size] * kv_heads + kv_head) * head_bytes, at % size

@@ -117,16 +117,14 @@ def _ids(first: int) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def best_chunks(typing_context: Any, known: Any, chunks: Any, out: Any) -> Any:
-    """`best_chunks(known, chunks, out)`: the first chunk with the largest of all, int32, for each row of a group; 0 if
-    there is none."""
+    """`best_chunks(known, chunks, out)`: the first chunk with the largest of all, int32, for each row of a
+    group."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         known, chunks, out = values
         e, b = Emit(builder), builder
         where = cgutils.alloca_once_value(b, ir.Constant(_VI32, [0] * LANES))
-        best = cgutils.alloca_once(b, _VF32)
-        with b.if_then(b.icmp_signed(">", chunks, e.const(0))):
-            b.store(e.at(known, 0, _VF32), best)
+        best = cgutils.alloca_once_value(b, e.at(known, 0, _VF32))
         with cgutils.for_range_slice(b, e.const(1), chunks, e.const(1), intp=_I64) as (chunk, _):
             value, so_far = e.at(b.add(known, b.mul(chunk, e.const(CHUNK_BYTES))), 0, _VF32), b.load(best)
             is_nan = b.and_(b.fcmp_unordered("uno", value, value), b.fcmp_ordered("ord", so_far, so_far))

@@ -17,7 +17,7 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _HALVES = ir.VectorType(_F32, GROUP), ir.VectorType(ir.HalfType(), GROUP)
 _BYTES, _INTEGERS = ir.VectorType(ir.IntType(8), GROUP), ir.VectorType(_I32, GROUP)
 _LARGEST = 65504.0  # of half precision: what is larger becomes this, as infinity would make everything NaN
-_RAISE = KEY_OFFSET * 0x01010101 - 2**32  # added to four bytes without a carry, as that is their highest bit
+_RAISE = KEY_OFFSET * 0x01010101 - 2**32  # the highest bit of four bytes: to turn it over is to add the offset
 
 
 def pool_floats(e: Emit, form: PoolFormat, address: Any) -> Any:

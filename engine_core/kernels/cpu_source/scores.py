@@ -116,16 +116,15 @@ def value_tile(rows: int, groups: int, form: PoolFormat) -> Any:
         for row, slots in zip(sum_rows, total, strict=True):
             for g, slot in enumerate(slots):
                 builder.store(e.at(row, g * _LINE, VF32), slot)
-        if form.scaled:  # the lines of scales, which the quarters of a line below do not reach
+        if form.scaled:  # the last lines, which a quarter as many as positions below do not reach
             for line in range(groups * GROUP // 4, groups * GROUP // BLOCK * KEY_LINES):
                 e.prefetch(builder.add(fetch, builder.mul(step, e.const(line))), 0)
         with cgutils.for_range(builder, count, intp=_I64) as loop:
             start = builder.add(values_at, builder.mul(loop.index, builder.mul(dim, e.const(size))))
             columns = [pool_floats(e, form, builder.add(start, e.const(g * GROUP * size))) for g in range(groups)]
             number = builder.mul(loop.index, e.const(groups))
-            if form.scaled:  # a line for four dimensions
-                number = builder.lshr(number, e.const(2))
             if form.scaled:
+                number = builder.lshr(number, e.const(2))  # a line has four dimensions
                 after = builder.add(ahead, builder.mul(loop.index, dim))
                 for at in range(0, groups * GROUP, CACHE_LINE):
                     e.prefetch(after, at)
